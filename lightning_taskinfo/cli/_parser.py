@@ -1,7 +1,6 @@
 """Parsers made of signatures: those of a command, and of the classes that a user names for its model and data."""
 
 import argparse
-import ast
 import inspect
 import os
 import sys
@@ -31,9 +30,10 @@ def run(words: Sequence[str]) -> str:
         prog="taskinfo", description=HINT, exit_on_error=False, allow_abbrev=False
     )
     commands = parser.add_subcommands(required=True)
-    parsers = {name: ArgumentParser(description=summary(name)) for name in COMMANDS}
-    for name, listed in parsers.items():
-        commands.add_subcommand(name, listed, help=listed.description)
+    parsers = {}
+    for name, (_, summary) in COMMANDS.items():
+        parsers[name] = ArgumentParser(description=summary)
+        commands.add_subcommand(name, parsers[name], help=summary)
     if not words or words[0] not in COMMANDS:
         parser.parse_args(words)  # shows the list, or refuses
     command = load_command(words[0])
@@ -43,20 +43,11 @@ def run(words: Sequence[str]) -> str:
         return command(**_arguments(parser, config, makers))
 
 
-def summary(name: str) -> str:
-    """Return the first sentence of a command's docstring, without importing it."""
-    module = Path(__file__).with_name(f"{COMMANDS[name]}.py")
-    for node in ast.parse(module.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name.replace("-", "_"):
-            first, _, _ = (ast.get_docstring(node) or "").partition("\n\n")
-            return " ".join(first.split())
-    raise LookupError(name)
-
-
 def load_command(name: str) -> Callable[..., str]:
     """Import a command of :data:`COMMANDS`."""
-    module = import_module(f"lightning_taskinfo.cli.{COMMANDS[name]}")
-    command: Callable[..., str] = getattr(module, name.replace("-", "_"))
+    module, _ = COMMANDS[name]
+    imported = import_module(f"lightning_taskinfo.cli.{module}")
+    command: Callable[..., str] = getattr(imported, name.replace("-", "_"))
     return command
 
 

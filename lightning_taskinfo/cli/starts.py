@@ -37,7 +37,7 @@ def rank(
     project: str | None = None,
     **options: Any,
 ) -> str:
-    """Rank checkpoints as starts for a target task by linear read-outs of their frozen features; nothing is trained.
+    """Rank checkpoints as starts for a target by linear read-outs of their frozen features; nothing is trained.
 
     Args:
         model: Import path of your LightningModule or network, such as ``my_package.Net``, or of a

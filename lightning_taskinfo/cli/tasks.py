@@ -197,8 +197,8 @@ def embed(
             arguments follow, ``--model.width 64``. A small network trained on digits and letters
             where not given.
         checkpoint: Its weights. Those kept in it are the defaults of the model's arguments.
-        folder: Folder of the results: embeddings.json, an npz file per task, task_map.png and
-            difficulty.png.
+        folder: Folder of the results: embeddings.json, an npz file per task, task_map.png and, where
+            a task has test samples, difficulty.png.
         alpha: How much the complexity of a source speaks for it; 0 for the symmetric distance.
         project: Also log figures and tables to this project of Weights & Biases.
         **options: Arguments of :class:`lightning_taskinfo.Task2Vec`.
@@ -241,7 +241,8 @@ def embed(
     }
     write_json(folder / "embeddings.json", numbers)
     draw(folder / "task_map.png", plot_task_map(embeddings))
-    draw(folder / "difficulty.png", plot_difficulty(embeddings))
+    if not all(math.isnan(embedding.test_error) for embedding in embeddings):
+        draw(folder / "difficulty.png", plot_difficulty(embeddings))
     config = {"tasks": list(loaded), "alpha": alpha}
     log_to(project, config, lambda run: log_embeddings(run, embeddings, alpha=alpha))
     cells = []

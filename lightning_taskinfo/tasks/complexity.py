@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BETAS = tuple(10 ** (2 - j / 2) for j in range(10))  # 100 … 0.003
-ADVICE = "Delete it to begin the sweep again."
 
 
 class Estimate(NamedTuple):
@@ -128,7 +127,8 @@ class StructureFunction(Tabled):
         slopes = []
         for (t, e, a), (u, f, b) in pairwise(self._points()[1:]):
             length = u - t or math.nan
-            slopes.append(Estimate((e - f) / length, math.hypot(a, b) / abs(length)))
+            error = math.hypot(a, b) / abs(length)
+            slopes.append(Estimate((e - f) / length, error))
         return tuple(slopes)
 
     def unfinished(self) -> tuple[float, ...]:
@@ -182,7 +182,8 @@ class StructureFunction(Tabled):
             "objective": self.objective,
             "mean_loss": [e / self.samples for e in self.loss],
         }
-        return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+        rows = zip(*columns.values(), strict=True)
+        return list(columns), [list(row) for row in rows]
 
     def reading(self) -> str:
         """Return one sentence on what the sweep found."""
@@ -235,7 +236,8 @@ class StructureFunction(Tabled):
         if critical is not None:
             scalars["critical_beta"] = critical
         figures = {"figure": self.plot()[0]}
-        log_once(run, key, scalars=scalars, figures=figures, tables={"table": self.table()})
+        tables = {"table": self.table()}
+        log_once(run, key, scalars=scalars, figures=figures, tables=tables)
 
     def _critical_beta(self) -> float | None:
         """The critical value; ``None`` also where labels are not classes."""
@@ -284,13 +286,25 @@ def plot_structure_functions(
     return fig, (left, right)
 
 
-def _draw_curve(curve: StructureFunction, color: str, left: "Axes", right: "Axes") -> None:
+def _draw_curve(
+    curve: StructureFunction,
+    color: str,
+    left: "Axes",
+    right: "Axes",
+) -> None:
     kl, *sums = zip(*curve._points(), strict=True)
-    loss, error = (torch.tensor(values) / curve.samples for values in sums)
-    left.errorbar(curve.betas, loss[1:], error[1:], fmt=".-", color=color, label=curve.name or None)
+    loss, error = torch.tensor(sums) / curve.samples
+    left.errorbar(
+        curve.betas,
+        loss[1:],
+        error[1:],
+        fmt=".-",
+        color=color,
+        label=curve.name or None,
+    )
     right.errorbar(kl, loss, error, fmt=".", color=color)
-    t, S = zip(*curve.hull(), strict=True)
-    right.plot(t, [value / curve.samples for value in S], color=color, linewidth=1)
+    t, S = torch.tensor(curve.hull()).T
+    right.plot(t, S / curve.samples, color=color, linewidth=1)
     if curve.label_entropy is not None:
         for ax in (left, right):
             ax.axhline(curve.label_entropy, color=color, linestyle="--", linewidth=0.7)
@@ -360,7 +374,13 @@ def structure_function(
     betas = tuple(sorted({float(beta) for beta in betas}, reverse=True))
     inputs, targets = read_pair(data)
     model = build(model_fn, seed)
-    fit = Fit(model, inputs, targets, as_likelihood(likelihood), training or Training())
+    fit = Fit(
+        model,
+        inputs,
+        targets,
+        as_likelihood(likelihood),
+        training or Training(),
+    )
     fit.check()
     start = weights_now(model)
     centre = prior_means(prior_center, start)
@@ -378,7 +398,9 @@ def structure_function(
         claim_folder(folder, made, results=[path.name])
     fit.add_noise(centre, prior_std, seed_from(seed, 0))
     if path is not None and path.exists():
-        prior, rows = _resume(model, path)
+        kept = read_tensors(path, advice="Delete it to begin the sweep again.")
+        prior, rows = kept["prior"], kept["rows"]
+        model.load_state_dict(kept["model"])
     else:
         prior, rows = _begin(fit, start, centre, seed), []
     with shown(progress, name or "structure_function", len(betas)) as tell:
@@ -440,13 +462,3 @@ def _step(fit: Fit, beta: float, done: int, seed: int) -> Numbers:
         fit.minimise(lambda: beta * weight_kl(fit.model), own, noisy=True)
     kl = weight_kl(fit.model).item()
     return {"beta": beta, "kl": kl, **fit.expected_loss()}
-
-
-def _resume(model: nn.Module, path: Path) -> tuple[Numbers, list[Numbers]]:
-    """Put the kept weights into the model, and return what was measured of the prior and at each β."""
-    kept = read_tensors(path, advice=ADVICE)
-    try:
-        model.load_state_dict(kept["model"])
-        return dict(kept["prior"]), list(kept["rows"])
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{path}: it holds something else than a sweep. {ADVICE}") from error

@@ -325,7 +325,15 @@ def simulate_phase_diagram(
         gains.append(risks.scratch - getattr(risks, mode))
     drawn = torch.stack(gains, 1)  # [A, G, R]
     error = drawn.std(-1) / repetitions**0.5
-    return PhaseDiagram(mode, sigma, depth, theta, gamma, drawn.mean(-1), error)
+    return PhaseDiagram(
+        mode,
+        sigma,
+        depth,
+        theta,
+        gamma,
+        drawn.mean(-1),
+        error,
+    )
 
 
 def plot_phase_surface(
@@ -358,7 +366,16 @@ def plot_phase_surface(
     fig, ax = figure_and_axes(ax, size=SIZE, projection="3d")
     theta, gamma, gain = _grid(mode, sigma, depth, max_gamma, 60)
     gain = gain.clip(-clip, clip)
-    ax.plot_surface(gamma, theta, gain, cmap="RdBu", vmin=-clip, vmax=clip, linewidth=0, rcount=60)
+    ax.plot_surface(
+        gamma,
+        theta,
+        gain,
+        cmap="RdBu",
+        vmin=-clip,
+        vmax=clip,
+        linewidth=0,
+        rcount=60,
+    )
     ax.set(xlabel=GAMMA, ylabel=THETA, zlabel="gain $T$", title=_title(mode, sigma))
     ax.view_init(elev=28, azim=-60)
     ax.set_box_aspect(None, zoom=0.85)  # or the labels leave the figure
@@ -389,7 +406,15 @@ def plot_phase_map(
     """
     fig, ax = figure_and_axes(ax, size=SIZE)
     theta, gamma, gain = _grid(mode, sigma, depth, max_gamma, 300)
-    image = ax.pcolormesh(gamma, theta, gain, cmap="RdBu", vmin=-clip, vmax=clip, rasterized=True)
+    image = ax.pcolormesh(
+        gamma,
+        theta,
+        gain,
+        cmap="RdBu",
+        vmin=-clip,
+        vmax=clip,
+        rasterized=True,
+    )
     fig.colorbar(image, ax=ax, label="gain $T$ over scratch", extend="both")
     if mode == "fine_tune":
         largest = min(1.0, max_gamma) - 1e-6
@@ -401,7 +426,13 @@ def plot_phase_map(
         curves = [(x, y) for x in deep_linear.negative_transfer_interval(y, sigma)]
     for x, y in curves:  # where the gain is 0
         ax.plot(x, y.rad2deg(), color="black", linewidth=1.5)
-    ax.set(xlim=(0, max_gamma), ylim=(0, 90), xlabel=GAMMA, ylabel=THETA, title=_title(mode, sigma))
+    ax.set(
+        xlim=(0, max_gamma),
+        ylim=(0, 90),
+        xlabel=GAMMA,
+        ylabel=THETA,
+        title=_title(mode, sigma),
+    )
     return fig, ax
 
 
@@ -424,18 +455,27 @@ def plot_phase_slices(
     from matplotlib import colormaps
 
     fig, ax = figure_and_axes(ax, size=SIZE)
-    mode, sigma, depth = simulated.mode, simulated.sigma, simulated.depth
+    mode = simulated.mode
+    sigma = simulated.sigma
     largest = 1.1 * simulated.gamma.max().item()
     gamma = torch.linspace(0.01, largest, 400, dtype=torch.float64)
     angles = simulated.theta.tolist()
     for index, theta in enumerate(angles):
         color = colormaps["viridis"](0.9 * index / max(1, len(angles) - 1))
-        ax.plot(gamma, transferability(mode, theta, gamma, sigma, depth=depth), color=color)
+        theory = transferability(mode, theta, gamma, sigma, depth=simulated.depth)
+        ax.plot(gamma, theory, color=color)
         if printed and mode == "fine_tune":
             risk = deep_linear.fine_tuning_risk_noiseless(theta, gamma, sigma)
             gain = deep_linear.scratch_risk(gamma, sigma) - risk
             label = None if index else "noiseless formula"
-            ax.plot(gamma, gain, color=color, linestyle="--", linewidth=0.8, label=label)
+            ax.plot(
+                gamma,
+                gain,
+                color=color,
+                linestyle="--",
+                linewidth=0.8,
+                label=label,
+            )
         ax.errorbar(
             simulated.gamma,
             simulated.mean[index],
@@ -451,8 +491,13 @@ def plot_phase_slices(
     low = (simulated.mean - simulated.standard_error).min().item()
     high = (simulated.mean + simulated.standard_error).max().item()
     margin = 0.1 * max(high - low, 0.1)
-    ax.set(xlim=(0, largest), ylim=(low - margin, high + margin))
-    ax.set(xlabel=GAMMA, ylabel="gain $T$", title=_title(mode, sigma))
+    ax.set(
+        xlim=(0, largest),
+        ylim=(low - margin, high + margin),
+        xlabel=GAMMA,
+        ylabel="gain $T$",
+        title=_title(mode, sigma),
+    )
     ax.legend(fontsize="small")
     return fig, ax
 
@@ -477,10 +522,15 @@ def plot_phase_overview(simulated: PhaseDiagram) -> "tuple[Figure, list[Any]]":
     surface = fig.add_subplot(1, 3, 1, projection="3d")
     colours = fig.add_subplot(1, 3, 2)
     slices = fig.add_subplot(1, 3, 3)
-    mode, sigma, depth = simulated.mode, simulated.sigma, simulated.depth
-    max_gamma = 1.1 * simulated.gamma.max().item()
-    plot_phase_surface(mode, sigma, depth=depth, max_gamma=max_gamma, ax=surface)
-    plot_phase_map(mode, sigma, depth=depth, max_gamma=max_gamma, ax=colours)
+    largest = 1.1 * simulated.gamma.max().item()
+    for plot, ax in ((plot_phase_surface, surface), (plot_phase_map, colours)):
+        plot(
+            simulated.mode,
+            simulated.sigma,
+            depth=simulated.depth,
+            max_gamma=largest,
+            ax=ax,
+        )
     plot_phase_slices(simulated, ax=slices)
     return fig, [surface, colours, slices]
 
@@ -489,7 +539,13 @@ def _title(mode: Mode, sigma: float) -> str:
     return rf"{TITLES[mode]}, $\sigma = {sigma:g}$"
 
 
-def _grid(mode: Mode, sigma: float, depth: int, max_gamma: float, points: int) -> list[Any]:
+def _grid(
+    mode: Mode,
+    sigma: float,
+    depth: int,
+    max_gamma: float,
+    points: int,
+) -> list[Any]:
     """Angles in degrees, sample numbers and gains, ``[P, P]`` each; an even ``P`` misses the pole at gamma = 1."""
     theta = torch.linspace(0, math.pi / 2, points, dtype=torch.float64)[:, None]
     middles = torch.arange(points, dtype=torch.float64) + 0.5

@@ -109,11 +109,14 @@ class DistanceMatrix(Tabled):
 
     def table(self) -> tuple[list[str], list[list[str | float]]]:
         """Return column names and one row for each ordered pair."""
-        measured = torch.stack([self.mean, self.standard_error, self.new_head.mean(0)], -1)
-        values = measured.flatten(0, 1).tolist()  # [K * K, 3]
-        pairs = product(self.names, repeat=2)
-        rows = [[*pair, *row] for pair, row in zip(pairs, values, strict=True)]
-        return ["from", "to", "distance", "standard_error", "new_head"], rows
+        new_head = self.new_head.mean(0)
+        rows: list[list[str | float]] = []
+        for i, j in product(range(len(self.names)), repeat=2):
+            measured = (self.mean, self.standard_error, new_head)
+            values = [matrix[i, j].item() for matrix in measured]
+            rows.append([self.names[i], self.names[j], *values])
+        columns = ["from", "to", "distance", "standard_error", "new_head"]
+        return columns, rows
 
     def reading(self) -> str:
         """Return one sentence on the nearest pair of different tasks."""
@@ -133,7 +136,8 @@ class DistanceMatrix(Tabled):
     def _cells(self) -> Cells:
         rows = []
         for i, name in enumerate(self.names):
-            rows.append([name, *(self._cell(i, j) for j in range(len(self.names)))])
+            cells = [self._cell(i, j) for j in range(len(self.names))]
+            rows.append([name, *cells])
         return ["nats from, to", *self.names], rows
 
     def _remarks(self) -> list[str]:
@@ -168,7 +172,15 @@ class DistanceMatrix(Tabled):
         for i, j in product(tasks, repeat=2):
             text = self._cell(i, j).replace(" ± ", "\n±")
             color = "white" if self.mean[i, j] > middle else "black"
-            ax.text(j, i, text, ha="center", va="center", color=color, fontsize=8)
+            ax.text(
+                j,
+                i,
+                text,
+                ha="center",
+                va="center",
+                color=color,
+                fontsize=8,
+            )
         ax.set_xticks(tasks, self.names, rotation=30, ha="right")
         ax.set_yticks(tasks, self.names)
         ax.set(xlabel="to: the task that is added", ylabel="from: the task that is known")
@@ -185,7 +197,8 @@ class DistanceMatrix(Tabled):
         columns, rows = self.table()
         scalars = {f"{row[0]}→{row[1]}": float(row[2]) for row in rows}
         figures = {"figure": self.plot()[0]}
-        log_once(run, key, scalars=scalars, figures=figures, tables={"table": (columns, rows)})
+        tables = {"table": (columns, rows)}
+        log_once(run, key, scalars=scalars, figures=figures, tables=tables)
 
 
 class MultiHead(nn.Module):
@@ -401,7 +414,14 @@ def task_distance(
             on_done=lambda name, _: tell(next(numbers), len(jobs), name),
         )
     measured = _measured(found, sizes, seeds)
-    return DistanceMatrix(tuple(tasks), method, beta, tuple(sizes), tuple(seeds), *measured)
+    return DistanceMatrix(
+        tuple(tasks),
+        method,
+        beta,
+        tuple(sizes),
+        tuple(seeds),
+        *measured,
+    )
 
 
 def _check_importable(**functions: Callable[..., Any]) -> None:
@@ -437,22 +457,23 @@ def _measured(found: Mapping[str, Any], sizes: list[int], seeds: list[int]) -> l
     distances, new_head = torch.zeros(2, S, K, K, dtype=torch.float64)
     information, objective = torch.zeros(2, S, K, dtype=torch.float64)
     for s, seed in enumerate(seeds):
-        for i in range(K):
-            alone = found[_name(seed, (i,))]
-            information[s, i] = alone["kl"]["trunk"] + alone["kl"]["heads.0"]
-            objective[s, i] = alone["objective"]
         for i, j in product(range(K), repeat=2):
+            alone = found[_name(seed, (i,))]
             parts = _trained(i, j, sizes)
             known = parts.index(i)
-            kl = found[_name(seed, parts)]["kl"]
-            distances[s, i, j] = kl["trunk"] + kl[f"heads.{known}"] - information[s, i]
-            new_head[s, i, j] = kl[f"heads.{1 - known}"]
+            both = found[_name(seed, parts)]["kl"]
+            information[s, i] = alone["kl"]["trunk"] + alone["kl"]["heads.0"]
+            objective[s, i] = alone["objective"]
+            distances[s, i, j] = both["trunk"] + both[f"heads.{known}"] - information[s, i]
+            new_head[s, i, j] = both[f"heads.{1 - known}"]
     return [distances, new_head, information, objective]
 
 
 def _trained(i: int, j: int, sizes: list[int]) -> tuple[int, int]:
     """Return which training serves a pair: tasks of one size have the same β either way, and are trained once."""
-    return (j, i) if j < i and sizes[i] == sizes[j] else (i, j)
+    if j < i and sizes[i] == sizes[j]:
+        return j, i
+    return i, j
 
 
 def _name(seed: int, parts: tuple[int, ...]) -> str:
@@ -490,7 +511,10 @@ def _part(name: str) -> str:
 
 
 def _variational(
-    union: Union, fit: Fit, centre: ParamDict, weights: Numbers
+    union: Union,
+    fit: Fit,
+    centre: ParamDict,
+    weights: Numbers,
 ) -> tuple[Numbers, Numbers]:
     """Nats in noisy weights, trained from where the plain ones are, and their loss."""
     fit.add_noise(centre, union.prior_std, seed_from(union.seed, 3))
@@ -508,7 +532,10 @@ def _variational(
 
 
 def _laplace(
-    union: Union, fit: Fit, centre: ParamDict, weights: Numbers
+    union: Union,
+    fit: Fit,
+    centre: ParamDict,
+    weights: Numbers,
 ) -> tuple[Numbers, Numbers]:
     """The closed form around the trained weights, with the diagonal of the Fisher information as curvature."""
     loss = fit.loss()
@@ -523,7 +550,12 @@ def _laplace(
     for name, weight in weights_now(fit.model).items():
         h = len(fit.targets) * F[name]
         shift = weight - centre[name]
-        found = information_in_weights(h, shift, prior_std=union.prior_std, beta=weights[name])
+        found = information_in_weights(
+            h,
+            shift,
+            prior_std=union.prior_std,
+            beta=weights[name],
+        )
         kl[name] = found.kl.item()
         loss += found.curvature_penalty.item()
     return kl, {"loss": loss, "loss_error": 0.0}

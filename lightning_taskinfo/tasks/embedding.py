@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ALPHA = 0.15
-FILE = {"network": "probe"}  # names of fields that are others in files
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +83,8 @@ class TaskEmbedding(Tabled):
     def layer_norms(self) -> dict[str, float]:
         """The part of each layer in :attr:`norm`."""
         parts = self.vector.split(list(self.sizes))
-        return {name: part.sum().item() for name, part in zip(self.layers, parts, strict=True)}
+        norms = [part.sum().item() for part in parts]
+        return dict(zip(self.layers, norms, strict=True))
 
     def reading(self) -> str:
         """Return one sentence on what the task depends on."""
@@ -99,8 +99,10 @@ class TaskEmbedding(Tabled):
         return f"{sentence} Its head has a test error of {self.test_error:.1%}."
 
     def _cells(self) -> Cells:
-        rows = zip(self.layer_norms.items(), self.sizes, strict=True)
-        cells = [[name, str(size), f"{norm:.3g}"] for (name, norm), size in rows]
+        norms = self.layer_norms
+        cells = []
+        for name, size in zip(self.layers, self.sizes, strict=True):
+            cells.append([name, f"{size}", f"{norms[name]:.3g}"])
         return ["layer", "filters", "norm"], cells
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
@@ -122,7 +124,8 @@ class TaskEmbedding(Tabled):
         Args:
             path: The file to write or replace; its folder must exist.
         """
-        arrays: dict[str, Any] = {FILE.get(name, name): value for name, value in vars(self).items()}
+        arrays: dict[str, Any] = dict(vars(self))
+        arrays["probe"] = arrays.pop("network")
         with atomic_write(path) as file:
             np.savez(file, **arrays)
 
@@ -140,18 +143,14 @@ class TaskEmbedding(Tabled):
         with open(path, "rb") as file:
             try:
                 arrays = np.load(file, allow_pickle=False)
-                values = {name: arrays[FILE.get(name, name)].tolist() for name in FIELDS}
+                values = {name: value.tolist() for name, value in arrays.items()}
+                values["network"] = values.pop("probe")
                 values["vector"] = torch.tensor(values["vector"], dtype=torch.float64)
                 values["layers"] = tuple(values["layers"])
                 values["sizes"] = tuple(values["sizes"])
                 return cls(**values)
-            except (
-                Exception
-            ) as error:  # zip, zlib and numpy each have words of their own for damage
+            except Exception as error:  # zip, zlib and numpy each have their own for damage
                 raise ValueError(f"{path}: not a readable task embedding ({error}).") from error
-
-
-FIELDS = [field.name for field in fields(TaskEmbedding)]
 
 
 class Recommendation(NamedTuple):
@@ -190,10 +189,9 @@ def embedding_distances(embeddings: Sequence[TaskEmbedding], *, alpha: float = 0
     """
     if not embeddings:
         raise ValueError("`embeddings` must hold at least one embedding, got none.")
-    networks = {(embedding.network, embedding.layers) for embedding in embeddings}
+    networks = {embedding.network for embedding in embeddings}
     if len(networks) > 1:
-        names = sorted(name for name, _ in networks)
-        raise ValueError(f"`embeddings` must be of one network, got {names}.")
+        raise ValueError(f"`embeddings` must be of one network, got {sorted(networks)}.")
     vectors = torch.stack([embedding.vector for embedding in embeddings])  # [K, F]
     sources, targets = vectors[:, None], vectors[None]
     if not alpha:
@@ -379,7 +377,19 @@ def _scatter(
     for i, (embedding, (x, y), area) in enumerate(zip(embeddings, places, areas, strict=True)):
         name = embedding.name
         label = name if len(name) <= 30 else f"…{name[-29:]}"  # paths leave room for the picture
-        ax.scatter([x], [y], s=area, color=colormaps["tab20"](i % 20), alpha=0.9, label=label)
-    legend = ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        ax.scatter(
+            [x],
+            [y],
+            s=area,
+            color=colormaps["tab20"](i % 20),
+            alpha=0.9,
+            label=label,
+        )
+    legend = ax.legend(
+        fontsize=8,
+        frameon=False,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+    )
     for handle in legend.legend_handles:
         handle.set_sizes([40])  # type: ignore[union-attr]

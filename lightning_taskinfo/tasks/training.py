@@ -143,9 +143,21 @@ class Fit:
     def add_noise(self, centre: ParamDict, prior_std: float, seed: int) -> None:
         """Turn all weights noisy."""
         std = START * prior_std
-        add_weight_noise(self.model, std=std, prior_center=centre, prior_std=prior_std, seed=seed)
+        add_weight_noise(
+            self.model,
+            std=std,
+            prior_center=centre,
+            prior_std=prior_std,
+            seed=seed,
+        )
 
-    def minimise(self, penalty: Callable[[], Tensor | float], seed: int, *, noisy: bool) -> None:
+    def minimise(
+        self,
+        penalty: Callable[[], Tensor | float],
+        seed: int,
+        *,
+        noisy: bool,
+    ) -> None:
         """Minimise the (expected) sum of the loss plus ``penalty()``, with noisy weights or without noise."""
         training = self.training
         steps, noises = training.pretrain_steps, 1

@@ -209,17 +209,6 @@ def sweep_weights(path):
     return next(iter(torch.load(path, weights_only=True)["model"].values())).numpy().tobytes()
 
 
-@pytest.mark.parametrize(
-    "content", [None, [1], {"a": [1, 2]}, {"prior": 1, "rows": 2, "model": {}}], ids=str
-)
-def test_a_sweep_of_another_shape_is_named(tmp_path, content):
-    arguments = {"training": QUICK, "folder": tmp_path}
-    structure_function(network, classes(), (1.0,), **arguments)
-    torch.save(content, tmp_path / "sweep.pt")
-    with pytest.raises(ValueError, match=r"sweep\.pt: .*Delete it"):
-        structure_function(network, classes(), (1.0,), **arguments)
-
-
 def test_results_without_a_configuration_are_refused(tmp_path):
     structure_function(network, classes(), (1.0,), training=QUICK, folder=tmp_path)
     (tmp_path / "configuration.json").unlink()
