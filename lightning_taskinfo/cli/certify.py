@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,14 @@ from lightning_taskinfo.cli._own import (
 from lightning_taskinfo.plotting import check_picture
 
 MARGIN = 0.05  # beside four standard errors: by how much errors of different samples may differ
-SIDES = ("image_size", "img_size")  # arguments that may name a size, also as one number
-SHAPES = ("image_shape", "input_shape", "input_size", *SIDES)
+SHAPES = (  # where a network may name the size of its images
+    "example_input_array",
+    "image_shape",
+    "input_shape",
+    "input_size",
+    "image_size",
+    "img_size",
+)
 
 
 def certify(
@@ -129,27 +135,23 @@ def _check_size(model: nn.Module, arguments: Mapping[str, Any], inputs: Any) -> 
     """
     if not isinstance(inputs, Tensor) or inputs.ndim != 4:
         return
-    found = "×".join(map(str, inputs.shape[-2:]))
-    for source, shape in _shapes(model, arguments):
-        wanted = "×".join(map(str, shape[-2:]))
+    named = dict(arguments)
+    example = getattr(model, "example_input_array", None)
+    if isinstance(example, Tensor):
+        named["example_input_array"] = example.shape[1:]
+    found = tuple(inputs.shape[-2:])
+    for source in SHAPES:
+        shape = named.get(source)
+        if isinstance(shape, int) and source in ("image_size", "img_size"):
+            shape = (shape, shape)
+        if not isinstance(shape, list | tuple) or len(shape) not in (2, 3):
+            continue
+        wanted = tuple(shape[-2:])
         if wanted != found:
             raise ValueError(
                 f"`data` must have images of {wanted}, the size that the network was made for by its {source}, got "
                 f"{found}: resize them as for training."
             )
-
-
-def _shapes(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[tuple[str, list[int]]]:
-    """Yield the shapes that a network names as those of its images, and where it does."""
-    example = getattr(model, "example_input_array", None)
-    if isinstance(example, Tensor) and example.ndim == 4:
-        yield "example_input_array", list(example.shape)
-    for name in SHAPES:
-        value = arguments.get(name)
-        if name in SIDES and isinstance(value, int):
-            value = [value, value]
-        if isinstance(value, list | tuple) and len(value) in (2, 3):
-            yield name, list(value)
 
 
 def _compare_errors(found: float, n: int, content: Mapping[str, Any]) -> None:

@@ -223,12 +223,8 @@ def reference_network(*, epochs: int = 4, seed: int = 0) -> ReferenceNetwork:
         network = ReferenceNetwork()
     try:
         network.load_state_dict(read_tensors(path))
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        RuntimeError,
-    ):  # not there, damaged, or of another shape
+    except (OSError, ValueError, TypeError, RuntimeError):
+        # Not there, damaged, or of another shape.
         _train(network, epochs, seed)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

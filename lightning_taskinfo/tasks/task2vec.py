@@ -100,11 +100,11 @@ class Task2Vec:
         if network is None:
             network = ready.reference_network()
         self.network = deepcopy(network).eval()
-        self.device = next(self.network.parameters()).device
         self.head = ready.find_head(self.network, head)
         self.filters = _filters(self.network, self.head)  # weight -> how its filters lie in it
         for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(name in self.filters)
+        self.device = next(self.network.parameters()).device
         self.fingerprint = fingerprint(self.network, self.head)
 
     def embed(
@@ -277,7 +277,8 @@ def _filters(network: nn.Module, head: str) -> dict[str, dict[str, Any]]:
                 continue
             if p.ndim > 1 and p.is_floating_point():
                 transposed = isinstance(module, TRANSPOSED)
-                found[name] = {"transposed": True, "groups": module.groups} if transposed else {}
+                groups = getattr(module, "groups", 1)
+                found[name] = {"transposed": transposed, "groups": groups}
     if not found:
         raise ValueError(
             f"`network` must have a weight with filters beside its head {head!r}, got none."

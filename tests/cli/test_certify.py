@@ -284,7 +284,7 @@ def test_an_error_far_from_that_of_the_checkpoint_is_told(resized):
 )
 def test_a_network_that_names_its_size_is_taken_at_its_word(resized, capsys, model, arguments):
     assert certify_stripes(*arguments, model=model) == 2
-    assert "`data` must have images of 28×28" in capsys.readouterr().err
+    assert "`data` must have images of (28, 28), the size" in capsys.readouterr().err
 
 
 def test_labels_of_a_file_are_the_outputs_of_the_network(folder):
