@@ -110,8 +110,8 @@ class Fit:
         """Return the negative log-likelihood of the picked samples in nats, shape ``[B]``."""
         return -self.likelihood.log_prob(self.outputs(index), self.targets[index])
 
-    def check(self) -> None:
-        """Raise a ``ValueError`` if outputs or targets do not fit the likelihood; the network is only observed."""
+    def check(self) -> Tensor:
+        """Return the answers to two samples; a ``ValueError`` if outputs or targets do not fit the likelihood."""
         with observing(self.model), torch.no_grad():
             outputs = self.outputs(slice(2))
         if not isinstance(outputs, Tensor):
@@ -119,20 +119,18 @@ class Fit:
             raise ValueError(f"The network must return a tensor of outputs, got {kind}.")
         shape = (len(self.targets), *outputs.shape[1:])
         self.likelihood.check(outputs[:1].expand(shape), self.targets)
+        return outputs
 
-    @torch.no_grad()
     def configuration(self) -> dict[str, Any]:
         """Return what decides the numbers that come out, beside data, prior and seed: a folder belongs to one.
 
         A network is known by its weights, its modules, and its answers to two samples, which are
         rounded, since another machine may go on with the folder.
         """
-        with observing(self.model):
-            answers = self.outputs(slice(2)).double()
         network = {
             "weights": digest(weights_now(self.model).items()),
             "modules": repr(self.model),
-            "answers": f"{answers.abs().mean():.2e}",
+            "answers": f"{self.check().double().abs().mean():.2e}",
         }
         return {
             "likelihood": repr(self.likelihood),
