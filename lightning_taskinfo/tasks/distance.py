@@ -128,7 +128,7 @@ class DistanceMatrix(Tabled):
         return f"A network that knows {known} needs the fewest further nats for {added}: {self._cell(i, j)}."
 
     def _cell(self, i: int, j: int) -> str:
-        distance = f"{self.mean[i, j].round() + 0:,.0f}"  # 0 where it would be -0
+        distance = f"{self.mean[i, j].item():,.0f}"
         if len(self.seeds) < 2:
             return distance
         return f"{distance} ± {self.standard_error[i, j].item():,.0f}"
