@@ -21,9 +21,9 @@ from lightning_taskinfo import (
     rank_starts,
 )
 from lightning_taskinfo.tasks import TaskEmbedding
+from lightning_taskinfo.tasks.complexity import StructureFunction
 from lightning_taskinfo.tasks.distance import DistanceMatrix
 from lightning_taskinfo.tasks.embedding import log_embeddings
-from lightning_taskinfo.tasks.structure import StructureFunction
 from lightning_taskinfo.transfer import PENALTIES, log_to_wandb, transfer
 from tests.offline_runs import records_of
 from tests.penalised_net import WEIGHTS, Net

@@ -1,9 +1,8 @@
-"""The command line, ``taskinfo …``: a command is a documented function, alone in a module of its name.
+"""The command line, ``taskinfo …``: a command is a documented function of its name, in a module named below.
 
 Its options are the arguments of that function and, behind its ``**options``, those of the library's
-function that it
-calls: jsonargparse reads both signatures and docstrings. A command is imported when it is called,
-so that all of them are listed without waiting for torch and Lightning.
+function that it calls: jsonargparse reads both signatures and docstrings. A command is imported
+when it is called, so that all of them are listed without waiting for torch and Lightning.
 """
 
 import sys
@@ -11,7 +10,36 @@ from argparse import ArgumentError
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-COMMANDS = ("certify", "complexity", "distance", "embed", "phase-diagram", "rank", "transfer")
+COMMANDS = {  # its module, and the first sentence of its docstring
+    "certify": (
+        "certify",
+        "Bound the true error of a trained network, and of its stochastic version; nothing is retrained.",
+    ),
+    "complexity": (
+        "tasks",
+        "Trace the structure function of tasks: how much loss a nat in the weights of a network buys.",
+    ),
+    "distance": (
+        "tasks",
+        "Measure the distance from each task to each other: what a network must learn in addition, in nats.",
+    ),
+    "embed": (
+        "tasks",
+        "Embed tasks by the Fisher information of a network, draw them on a map, and name the nearest source of each.",
+    ),
+    "phase-diagram": (
+        "tasks",
+        "Draw when transfer hurts a deep linear network: surface, signed map, and slices with simulated points.",
+    ),
+    "rank": (
+        "starts",
+        "Rank checkpoints as starts for a target by linear read-outs of their frozen features; nothing is trained.",
+    ),
+    "transfer": (
+        "starts",
+        "Train on a few target labels from every start and from scratch, and report which start helps.",
+    ),
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:

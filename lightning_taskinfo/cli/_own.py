@@ -1,8 +1,7 @@
-"""What users bring: networks and data modules with their arguments, and weights from files."""
+"""What commands share: the networks, data and weights that users bring, tasks by name, and what is written."""
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -10,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_taskinfo._files import Checkpoint, read_checkpoint
+from lightning_taskinfo._files import atomic_write, read_checkpoint
 from lightning_taskinfo._lightning import NAMESPACES
+from lightning_taskinfo._ranges import check_finite_tensors
 from lightning_taskinfo._warn import reason_of
+from lightning_taskinfo.certificates.samples import read_pair
 from lightning_taskinfo.cli._parser import add_arguments
 from lightning_taskinfo.data import load_task
+from lightning_taskinfo.tasks import PreparedTask, prepare_task
 
 
 class Network(ABC):  # noqa: B024 - torch modules are registered below
@@ -33,11 +35,6 @@ class Network(ABC):  # noqa: B024 - torch modules are registered below
         self.maker = maker
         self.arguments = dict(arguments)
 
-    @property
-    def name(self) -> str:
-        """Its import path."""
-        return path_of(self.maker)
-
     def __call__(self) -> nn.Module:
         model: nn.Module = made(nn.Module, self.maker, self.arguments, "model")
         return model
@@ -52,6 +49,7 @@ for _namespace in NAMESPACES.values():
     DataModule.register(_namespace.LightningDataModule)
 
 Data: TypeAlias = DataModule | str
+Tasks: TypeAlias = list[Data] | dict[str, Data] | str
 Part: TypeAlias = Literal["train", "val", "test", "predict"]
 STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
 
@@ -77,9 +75,8 @@ def made(kind: type, maker: Callable[..., Any], arguments: Mapping[str, Any], ar
         ready = parser.instantiate(parsed)
         found = maker(**ready.get("made", {}))
     except Exception as error:  # of the user's own code
-        reason = reason_of(error)
         raise ValueError(
-            f"`{argument}` must be made from its arguments, but {path_of(maker)} failed ({reason})."
+            f"`{argument}` must be made from its arguments, but {path_of(maker)} failed ({reason_of(error)})."
         ) from error
     if not isinstance(found, kind):
         raise ValueError(
@@ -109,8 +106,7 @@ def read_part(data: Data, part: Part) -> DataLoader[Any]:
     if part not in ("train", "test"):
         raise ValueError(f"`data` must be a data module to have a part {part!r}, got {data!r}.")
     task = load_task(data)
-    samples = task.train() if part == "train" else task.test()
-    images, targets = samples.tensors
+    images, targets = getattr(task, part)().tensors
     if task.labels is not None:  # a network's outputs belong to the labels of the file
         targets = torch.tensor(task.labels)[targets]
     return DataLoader(TensorDataset(images, targets), batch_size=256)
@@ -124,20 +120,17 @@ def has_part(data: Any, part: Part) -> bool:
 
 def _loader(data: Any, part: Part) -> DataLoader[Any]:
     kind = type(data).__name__
+    rule = f"`data` must have a {part}_dataloader"
     if not has_part(data, part):
-        raise ValueError(f"`data` must have a {part}_dataloader, got {kind} without.")
+        raise ValueError(f"{rule}, got {kind} without.")
     try:
         data.prepare_data()
         data.setup(STAGES[part])
         loader = getattr(data, f"{part}_dataloader")()
     except Exception as error:  # of the user's own code
-        reason = reason_of(error)
-        raise ValueError(
-            f"`data` must have a {part}_dataloader, but {kind}'s failed ({reason})."
-        ) from error
+        raise ValueError(f"{rule}, but {kind}'s failed ({reason_of(error)}).") from error
     if not isinstance(loader, DataLoader):
-        got = type(loader).__name__
-        raise ValueError(f"`data` must return one DataLoader from {part}_dataloader, got {got}.")
+        raise ValueError(f"{rule} that returns one DataLoader, got {type(loader).__name__}.")
     return loader
 
 
@@ -149,40 +142,99 @@ def fitting(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tens
         >>> fitting({"net.bias": weight, "metric.total": weight}, ["bias"]) == {"bias": weight}
         True
     """
-    wanted = list(names)
-    places = set()  # of the network in the module
-    if wanted:
-        first = wanted[0]
-        places = {key.removesuffix(first) for key in state if key.endswith(first)}
+    first, *others = names
+    wanted = {first, *others}
     fits = []
-    for place in places:
-        inside = [key for key in state if key.startswith(place)]
-        part = {key.removeprefix(place): state[key] for key in inside}
-        if part.keys() == set(wanted):
+    for place in {key.removesuffix(first) for key in state if key.endswith(first)}:
+        part = {key.removeprefix(place): x for key, x in state.items() if key.startswith(place)}
+        if part.keys() == wanted:
             fits.append(part)
     return fits[0] if len(fits) == 1 else dict(state)  # of two that fit, neither is the one
 
 
-def with_weights(model: nn.Module, checkpoint: Checkpoint, argument: str, path: Path) -> nn.Module:
-    """Put the weights of a checkpoint into a network, and return it."""
-    try:
-        model.load_state_dict(fitting(checkpoint.state, model.state_dict()))
-    except RuntimeError as error:
-        lines = str(error).splitlines()[1:]
-        reason = "; ".join(line.strip() for line in lines)
-        raise ValueError(
-            f"`{argument}` must hold the weights of the model, got {path}: {reason}"
-        ) from error
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise ValueError(
-                f"`{argument}` must hold finite weights, got {path} with NaN or infinity in {name!r}."
-            )
-    return model
-
-
 def started(model: Network, checkpoint: Path | None, argument: str = "checkpoint") -> nn.Module:
     """Return a network, with the weights of a checkpoint if there is one."""
+    network = model()
     if checkpoint is None:
-        return model()
-    return with_weights(model(), read_checkpoint(argument, checkpoint), argument, checkpoint)
+        return network
+    kept = read_checkpoint(argument, checkpoint)
+    try:
+        network.load_state_dict(fitting(kept.state, network.state_dict()))
+    except RuntimeError as error:
+        reason = "; ".join(line.strip() for line in str(error).splitlines()[1:])
+        raise ValueError(
+            f"`{argument}` must hold the weights of the model, got {checkpoint}: {reason}"
+        ) from error
+    check_finite_tensors(argument, network.state_dict())
+    return network
+
+
+def named_tasks(tasks: Tasks | None, data: Data | None, default: Sequence[str]) -> dict[str, Data]:
+    """Return the data of each task by its name.
+
+    Args:
+        tasks: Data, or data by name; unnamed data modules are called like their class.
+        data: One task more.
+        default: Tasks where neither is given.
+
+    Raises:
+        ValueError: If there is none, or two have one name.
+    """
+    if tasks is None:
+        tasks = [] if data is not None else [*default]
+    if isinstance(tasks, str):
+        tasks = [tasks]
+    pairs: list[tuple[str, Data]] = []
+    unnamed = [] if data is None else [data]
+    if isinstance(tasks, dict):
+        pairs += tasks.items()
+    else:
+        unnamed = [*tasks, *unnamed]
+    for one in unnamed:
+        name = one if isinstance(one, str) else type(one).__name__
+        pairs.append((name, one))
+    names = [name for name, _ in pairs]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"`tasks` must be at least one, with different names, got {names}; names are given as {{a: …, b: …}}."
+        )
+    return dict(pairs)
+
+
+def prepared(
+    tasks: Mapping[str, Data], *, max_samples: int, size: int, seed: int = 0
+) -> dict[str, PreparedTask]:
+    """Return the training samples of each task, shuffled, and at most so many of them.
+
+    Args:
+        tasks: Data modules, or names or paths of ready data, by name.
+        max_samples: At most this many samples.
+        size: Height and width of the embedded digits and letters.
+        seed: Seed of the shuffling, and of random labels.
+    """
+    found = {}
+    for name, data in tasks.items():
+        if isinstance(data, str):
+            found[name] = prepare_task(data, max_samples=max_samples, size=size, seed=seed)
+            continue
+        inputs, targets = read_pair(read_part(data, "train"), argument=f"tasks[{name!r}]")
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(targets), generator=generator)[:max_samples]
+        classes = int(targets.max()) + 1
+        found[name] = PreparedTask(name, inputs[order], targets[order], classes)
+    return found
+
+
+def draw(path: Path, drawn: tuple[Any, Any]) -> None:
+    """Write the figure of ``(figure, axes)``, whose format is the suffix of the file."""
+    with atomic_write(path) as file:
+        drawn[0].savefig(file, format=path.suffix[1:], dpi=150)
+
+
+def log_to(project: str | None, config: dict[str, Any], log: Callable[[Any], None]) -> None:
+    """Give ``log`` a run in this project of Weights & Biases, if one is named."""
+    if project:
+        import wandb
+
+        with wandb.init(project=project, config=config) as run:
+            log(run)

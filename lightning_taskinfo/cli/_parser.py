@@ -1,11 +1,10 @@
 """Parsers made of signatures: those of a command, and of the classes that a user names for its model and data."""
 
 import argparse
-import ast
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,9 +30,10 @@ def run(words: Sequence[str]) -> str:
         prog="taskinfo", description=HINT, exit_on_error=False, allow_abbrev=False
     )
     commands = parser.add_subcommands(required=True)
-    parsers = {name: ArgumentParser(description=summary(name)) for name in COMMANDS}
-    for name, listed in parsers.items():
-        commands.add_subcommand(name, listed, help=listed.description)
+    parsers = {}
+    for name, (_, summary) in COMMANDS.items():
+        parsers[name] = ArgumentParser(description=summary)
+        commands.add_subcommand(name, parsers[name], help=summary)
     if not words or words[0] not in COMMANDS:
         parser.parse_args(words)  # shows the list, or refuses
     command = load_command(words[0])
@@ -43,23 +43,11 @@ def run(words: Sequence[str]) -> str:
         return command(**_arguments(parser, config, makers))
 
 
-def summary(name: str) -> str:
-    """Return the first sentence of a command's docstring, without importing it."""
-    function = name.replace("-", "_")
-    tree = ast.parse(Path(__file__).with_name(f"{function}.py").read_text())
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == function:
-            first, _, _ = (ast.get_docstring(node) or "").partition("\n\n")
-            return " ".join(first.split())
-    raise LookupError(name)
-
-
 def load_command(name: str) -> Callable[..., str]:
     """Import a command of :data:`COMMANDS`."""
-    function = name.replace("-", "_")
-    command: Callable[..., str] = getattr(
-        import_module(f"lightning_taskinfo.cli.{function}"), function
-    )
+    module, _ = COMMANDS[name]
+    imported = import_module(f"lightning_taskinfo.cli.{module}")
+    command: Callable[..., str] = getattr(imported, name.replace("-", "_"))
     return command
 
 
@@ -92,19 +80,13 @@ def add_options(
         The words without these classes, and the classes by option.
     """
     own = [name for name in OWN if name in inspect.signature(command).parameters]
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in (*own, "checkpoint"):
-        first.add_argument(f"--{name}")
-    given, rest = first.parse_known_args(list(words))
+    given, _ = _picked(words, [*own, "checkpoint"])
     makers = {}
     for name in own:
         path = getattr(given, name)
         if path is not None and (name == "model" or is_import_path(path)):
             makers[name] = find(path, name)
-        elif path is not None:
-            rest += [f"--{name}", path]
-    if given.checkpoint is not None:
-        rest += ["--checkpoint", given.checkpoint]
+    _, rest = _picked(words, makers)
     parser.add_argument("--config", action="config", help="A YAML file of arguments.")
     parser.add_function_arguments(command, as_group=False, skip=set(makers))
     for name, maker in makers.items():
@@ -113,6 +95,14 @@ def add_options(
     if "model" in makers and given.checkpoint is not None:
         parser.set_defaults(_kept(makers["model"], given.checkpoint))
     return rest, makers
+
+
+def _picked(words: Sequence[str], names: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the values of some options, and the words without them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in names:
+        parser.add_argument(f"--{name}")
+    return parser.parse_known_args(list(words))
 
 
 def add_arguments(parser: Any, maker: Callable[..., Any], key: str) -> None:
@@ -134,19 +124,15 @@ def is_import_path(text: str) -> bool:
 
 def find(path: str, argument: str) -> Callable[..., Any]:
     """Return the class or function that an import path names."""
+    rule = f"`{argument}` must be the import path of a class or function, got {path!r}"
     module, _, name = path.rpartition(".")
     try:
         found = getattr(import_module(module), name)
     except Exception as error:  # of the user's own file
         reason = error if module else f"no dot in it: module.{path}"
-        raise ValueError(
-            f"`{argument}` must be the import path of a class or function, got {path!r} ({reason})."
-        ) from error
+        raise ValueError(f"{rule} ({reason}).") from error
     if not callable(found):
-        raise ValueError(
-            f"`{argument}` must be the import path of a class or function, got {path!r}, a "
-            f"{type(found).__name__}."
-        )
+        raise ValueError(f"{rule}, a {type(found).__name__}.")
     return found
 
 
@@ -173,13 +159,13 @@ def _arguments(
         given = chosen.get(name)
         if name in makers:
             maker = makers[name]
-            arguments = given.as_dict() if given else {}
         elif isinstance(given, Namespace):  # a class in a configuration file
             maker = find(given.class_path, name)
-            arguments = given.as_dict().get("init_args", {})
+            given = given.get("init_args")
         else:
             continue
         chosen.pop(name, None)
+        arguments = given.as_dict() if given else {}
         if name == "model":
             own[name] = Network(maker, arguments)
         else:

@@ -1,7 +1,22 @@
 """Questions about tasks: complexity, distance, embedding, and simulated transfer whose answer is known."""
 
-from lightning_taskinfo.tasks.complexity import structure_function
-from lightning_taskinfo.tasks.deep_linear import TransferRisks, simulate_transfer
+from lightning_taskinfo.tasks.complexity import (
+    Estimate,
+    StructureFunction,
+    plot_structure_functions,
+    structure_function,
+)
+from lightning_taskinfo.tasks.deep_linear import (
+    PhaseDiagram,
+    TransferRisks,
+    plot_phase_map,
+    plot_phase_overview,
+    plot_phase_slices,
+    plot_phase_surface,
+    simulate_phase_diagram,
+    simulate_transfer,
+    transferability,
+)
 from lightning_taskinfo.tasks.distance import DistanceMatrix, task_distance
 from lightning_taskinfo.tasks.embedding import (
     Recommendation,
@@ -12,15 +27,6 @@ from lightning_taskinfo.tasks.embedding import (
     plot_difficulty,
     plot_task_map,
 )
-from lightning_taskinfo.tasks.phase_diagram import (
-    PhaseDiagram,
-    plot_phase_map,
-    plot_phase_overview,
-    plot_phase_slices,
-    plot_phase_surface,
-    simulate_phase_diagram,
-    transferability,
-)
 from lightning_taskinfo.tasks.ready import (
     PreparedTask,
     ReferenceNetwork,
@@ -29,11 +35,6 @@ from lightning_taskinfo.tasks.ready import (
     reference_network,
     trunk_for,
     trunk_of,
-)
-from lightning_taskinfo.tasks.structure import (
-    Estimate,
-    StructureFunction,
-    plot_structure_functions,
 )
 from lightning_taskinfo.tasks.student_teacher import StudentTeacherRisks, simulate_student_teacher
 from lightning_taskinfo.tasks.task2vec import Task2Vec

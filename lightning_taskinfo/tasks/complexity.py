@@ -1,33 +1,316 @@
-"""How complex is a dataset? Its structure function, traced by training noisy weights."""
+"""How complex is a dataset? Its structure function, traced by training noisy weights, and what is read from it."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_taskinfo._files import StrPath, claim_folder, digest, read_tensors, write_tensors
 from lightning_taskinfo._observe import ParamDict, weights_now
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo._tables import Cells, Tabled
+from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.certificates.samples import Data, read_pair
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
-from lightning_taskinfo.tasks import training as train
-from lightning_taskinfo.tasks.structure import StructureFunction
-from lightning_taskinfo.tasks.training import ModelFn, TaskData, Training
+from lightning_taskinfo.tasks.training import START, Fit, ModelFn, Numbers, Training, build
 from lightning_taskinfo.variational import (
     PriorCenter,
-    add_weight_noise,
     noisy_weights,
     prior_means,
     sampling,
     weight_kl,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 BETAS = tuple(10 ** (2 - j / 2) for j in range(10))  # 100 … 0.003
+
+
+class Estimate(NamedTuple):
+    """A number and its Monte-Carlo standard error.
+
+    Attributes:
+        value: The number, in nats unless said otherwise.
+        standard_error: Of the draws it is a mean of.
+    """
+
+    value: float
+    standard_error: float
+
+
+@dataclass(frozen=True)
+class StructureFunction(Tabled):
+    r"""Points :math:`(\mathrm{KL}(Q\|P),\ E_Q[L_D])` of the minimisers of :math:`C_\beta`, one for each :math:`\beta`.
+
+    .. math::
+        S_D(t) = \min_{\mathrm{KL}(Q\|P) \le t} E_Q[L_D], \qquad
+        C_\beta = \min_t\, S_D(t) + \beta\,t, \qquad \frac{dS_D}{dt} = -\beta
+
+    Information and losses are in nats, losses are **sums** over the dataset, and their errors are
+    Monte-Carlo standard errors; the divergence has none, being in closed form. A training that
+    stopped short of a minimum gives a point above the true curve, never below.
+
+    Attributes:
+        betas: Weights of the divergence beside the sum of the loss, falling, ``B`` of them.
+        kl: :math:`\mathrm{KL}(Q\|P)`.
+        loss: :math:`E_Q[L_D]`.
+        loss_error: Its standard error; also that of :math:`C_\beta` at the sweep's own
+            :math:`\beta`.
+        prior_loss: :math:`E_P[L_D]`, what weights without information lose: the curve's point at
+            :math:`t = 0`.
+        prior_loss_error: Its standard error.
+        samples: Number of samples ``N``.
+        label_entropy: Entropy of the labels' frequencies per sample, the loss of the best constant
+            classifier; ``None`` where labels are not classes.
+        name: What to call the task.
+    """
+
+    betas: tuple[float, ...]
+    kl: tuple[float, ...]
+    loss: tuple[float, ...]
+    loss_error: tuple[float, ...]
+    prior_loss: float
+    prior_loss_error: float
+    samples: int
+    label_entropy: float | None
+    name: str = ""
+
+    @property
+    def objective(self) -> tuple[float, ...]:
+        r"""The sweep's own :math:`E_Q[L_D] + \beta\,\mathrm{KL}` at each :math:`\beta`."""
+        rows = zip(self.betas, self.kl, self.loss, strict=True)
+        return tuple(e + beta * t for beta, t, e in rows)
+
+    def complexity(self, beta: float) -> Estimate:
+        r"""Return the information complexity :math:`C_\beta`: the least :math:`E_Q[L_D] + \beta\,\mathrm{KL}` found.
+
+        Args:
+            beta: Weight of the divergence beside the **sum** of the loss; need not be one of the
+                sweep's.
+
+        Returns:
+            The least value, an upper bound on the true minimum, with the Monte-Carlo error of that
+            point's loss.
+
+        Raises:
+            ValueError: If ``beta`` is negative.
+        """
+        if not beta >= 0:
+            raise ValueError(f"`beta` must not be negative, got {beta}.")
+        return min(Estimate(e + beta * t, error) for t, e, error in self._points())
+
+    def hull(self) -> tuple[tuple[float, float], ...]:
+        """Return the corners ``(t, S)`` of the lower-left convex hull of all points, the prior's among them."""
+        corners: list[tuple[float, float]] = []
+        for t, e, _ in sorted(self._points()):
+            if corners and e >= corners[-1][1]:
+                continue
+            while len(corners) > 1:
+                (t0, e0), (t1, e1) = corners[-2:]
+                if (e1 - e0) / (t1 - t0) < (e - e1) / (t - t1):
+                    break
+                corners.pop()
+            corners.append((t, e))
+        return tuple(corners)
+
+    def slopes(self) -> tuple[Estimate, ...]:
+        r"""Return minus the slope between neighbours of the sweep; a minimiser has it between two :math:`\beta`."""
+        slopes = []
+        for (t, e, a), (u, f, b) in pairwise(self._points()[1:]):
+            length = u - t or math.nan
+            error = math.hypot(a, b) / abs(length)
+            slopes.append(Estimate((e - f) / length, error))
+        return tuple(slopes)
+
+    def unfinished(self) -> tuple[float, ...]:
+        r"""Return the :math:`\beta` whose training provably stopped short of the minimum.
+
+        That is where another point, or the prior's, has an :math:`E_Q[L_D] + \beta\,\mathrm{KL}`
+        that is lower by more than three standard errors. Where none has, the training may still
+        have stopped short.
+        """
+        found = []
+        for beta, own, error in zip(self.betas, self.objective, self.loss_error, strict=True):
+            best, its_error = self.complexity(beta)
+            if own - best > 3 * math.hypot(error, its_error):
+                found.append(beta)
+        return tuple(found)
+
+    def critical_beta(self, margin: float = 0.05) -> float | None:
+        r"""Return :math:`\beta^*`, below which the minimiser is no longer a constant classifier.
+
+        The largest :math:`\beta` at which :math:`E_Q[L_D]/N` is ``margin`` below the entropy of the
+        labels, between two points of the sweep by linear interpolation over :math:`\log\beta`.
+        Compare tasks at equal ``N`` only.
+
+        Args:
+            margin: Share of the label entropy that a classifier must gain to count as not constant.
+
+        Returns:
+            The critical value; ``None`` where the sweep does not enclose it.
+
+        Raises:
+            ValueError: If the labels are not classes, or ``margin`` is not between 0 and 1.
+        """
+        if self.label_entropy is None:
+            raise ValueError("`critical_beta` must have classes as labels, got a task without.")
+        if not 0 < margin < 1:
+            raise ValueError(f"`margin` must be between 0 and 1, got {margin}.")
+        threshold = (1 - margin) * self.label_entropy * self.samples
+        for (above, high), (below, low) in pairwise(zip(self.betas, self.loss, strict=True)):
+            if low < threshold <= high:
+                share = (high - threshold) / (high - low)
+                return float(above ** (1 - share) * below**share)
+        return None
+
+    def table(self) -> tuple[list[str], list[list[float]]]:
+        """Return column names and one row for each β."""
+        columns = {
+            "beta": self.betas,
+            "kl": self.kl,
+            "loss": self.loss,
+            "loss_error": self.loss_error,
+            "objective": self.objective,
+            "mean_loss": [e / self.samples for e in self.loss],
+        }
+        rows = zip(*columns.values(), strict=True)
+        return list(columns), [list(row) for row in rows]
+
+    def reading(self) -> str:
+        """Return one sentence on what the sweep found."""
+        task = self.name or "the task"
+        length = f"{self.complexity(1.0).value:,.0f} nats"
+        if self.label_entropy is not None:
+            length += f", the labels alone {self.samples * self.label_entropy:,.0f}"
+        critical = self._critical_beta()
+        if critical is None:
+            return f"The shortest code found for the labels of {task} has {length}."
+        return (
+            f"The network learns something about {task} while a nat costs less than {critical:.3g} nats of loss; "
+            f"the shortest code found for the labels has {length}."
+        )
+
+    def _cells(self) -> Cells:
+        cells = []
+        for beta, kl, loss, error, _, mean in self.table()[1]:
+            both = f"{loss:,.1f} ± {error:,.1f}"
+            cells.append([f"{beta:.3g}", f"{kl:,.1f}", both, f"{mean:.3f}"])
+        return ["β", "information, nats", "loss, nats", "loss per sample"], cells
+
+    def _remarks(self) -> list[str]:
+        betas = ", ".join(f"{beta:.4g}" for beta in self.unfinished())
+        remark = f"Not to be trusted: training stopped short of the minimum at β {betas}; set more `training.steps`."
+        return [remark] if betas else []
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
+        more = {
+            "objective": self.objective,
+            "hull": self.hull(),
+            "critical_beta": self._critical_beta(),
+        }
+        return vars(self) | more
+
+    def plot(self) -> tuple["Figure", tuple["Axes", "Axes"]]:
+        """Draw loss against β and the structure function, see ``plot_structure_functions``."""
+        return plot_structure_functions([self])
+
+    def log(self, run: Any, *, key: str = "structure_function") -> None:
+        """Log figure (as an image), table and scalars to a W&B run.
+
+        Args:
+            run: What ``wandb.init()`` returned, or a WandbLogger's ``experiment``.
+            key: What stands before the names, behind ``taskinfo/``.
+        """
+        scalars = {"prior_loss": self.prior_loss, "complexity": self.complexity(1.0).value}
+        critical = self._critical_beta()
+        if critical is not None:
+            scalars["critical_beta"] = critical
+        figures = {"figure": self.plot()[0]}
+        tables = {"table": self.table()}
+        log_once(run, key, scalars=scalars, figures=figures, tables=tables)
+
+    def _critical_beta(self) -> float | None:
+        """The critical value; ``None`` also where labels are not classes."""
+        return None if self.label_entropy is None else self.critical_beta()
+
+    def _points(self) -> list[tuple[float, float, float]]:
+        swept = zip(self.kl, self.loss, self.loss_error, strict=True)
+        return [(0.0, self.prior_loss, self.prior_loss_error), *swept]
+
+
+def plot_structure_functions(
+    curves: Sequence[StructureFunction],
+) -> tuple["Figure", tuple["Axes", "Axes"]]:
+    r"""Draw the loss against :math:`\beta`, and against the information in the weights; one colour a task.
+
+    On the left the loss of noisy weights per sample, the entropy of the labels dashed and :math:`\beta^*` dotted; on
+    the right the points of the sweep with their lower hull, the structure function. Bars are one standard error.
+
+    Args:
+        curves: One or several structure functions.
+
+    Returns:
+        The figure and its two axes.
+
+    Raises:
+        ValueError: If there is no curve.
+    """
+    from matplotlib.figure import Figure
+
+    if not curves:
+        raise ValueError("`curves` must hold at least one structure function, got none.")
+    fig = Figure(figsize=(10, 4), layout="constrained")
+    left, right = fig.subplots(1, 2)
+    for index, curve in enumerate(curves):
+        _draw_curve(curve, f"C{index}", left, right)
+    left.set(xscale="log", xlabel=r"$\beta$, price of a nat")
+    left.invert_xaxis()
+    right.set_xlabel(r"information in the weights, $\mathrm{KL}(Q\|P)$ (nats)")
+    right.set_xlim(left=0)
+    for ax in (left, right):
+        ax.set_ylabel(r"$E_Q[L_D]/N$ (nats)")
+        ax.set_ylim(bottom=0)
+        ax.spines[["top", "right"]].set_visible(False)
+    if any(curve.name for curve in curves):
+        left.legend(frameon=False)
+    return fig, (left, right)
+
+
+def _draw_curve(
+    curve: StructureFunction,
+    color: str,
+    left: "Axes",
+    right: "Axes",
+) -> None:
+    kl, *sums = zip(*curve._points(), strict=True)
+    loss, error = torch.tensor(sums) / curve.samples
+    left.errorbar(
+        curve.betas,
+        loss[1:],
+        error[1:],
+        fmt=".-",
+        color=color,
+        label=curve.name or None,
+    )
+    right.errorbar(kl, loss, error, fmt=".", color=color)
+    t, S = torch.tensor(curve.hull()).T
+    right.plot(t, S / curve.samples, color=color, linewidth=1)
+    if curve.label_entropy is not None:
+        for ax in (left, right):
+            ax.axhline(curve.label_entropy, color=color, linestyle="--", linewidth=0.7)
+    critical = curve._critical_beta()
+    if critical is not None:
+        left.axvline(critical, color=color, linestyle=":", linewidth=1)
 
 
 def structure_function(
@@ -88,163 +371,94 @@ def structure_function(
         structure and their distance*, sections 3 and 7.
     """
     check_positive(prior_std=prior_std, betas=betas)
-    different = {float(beta) for beta in betas}
-    betas = tuple(sorted(different, reverse=True))
-    training = training or Training()
+    betas = tuple(sorted({float(beta) for beta in betas}, reverse=True))
     inputs, targets = read_pair(data)
-    samples = TaskData(inputs, targets, as_likelihood(likelihood))
-    model = train.build(model_fn, seed)
-    samples.check(model)
-    centre = prior_means(prior_center, weights_now(model))
+    model = build(model_fn, seed)
+    fit = Fit(
+        model,
+        inputs,
+        targets,
+        as_likelihood(likelihood),
+        training or Training(),
+    )
+    fit.check()
+    start = weights_now(model)
+    centre = prior_means(prior_center, start)
+    path = None
     if folder is not None:
+        path = Path(folder) / "sweep.pt"
         made = {
             "betas": betas,
             "prior_std": prior_std,
-            "likelihood": repr(samples.likelihood),
             "seed": seed,
-            "network": train.network_digest(model, inputs),
             "prior_center": digest(centre.items()),
             "data": digest([("inputs", inputs), ("targets", targets)]),
-            "training": asdict(training),
+            **fit.configuration(),
         }
-        claim_folder(folder, made, results=["sweep.pt"])
-    sweep = Sweep(model, samples, centre, prior_std=prior_std, training=training, seed=seed)
+        claim_folder(folder, made, results=[path.name])
+    fit.add_noise(centre, prior_std, seed_from(seed, 0))
+    if path is not None and path.exists():
+        kept = read_tensors(path, advice="Delete it to begin the sweep again.")
+        prior, rows = kept["prior"], kept["rows"]
+        model.load_state_dict(kept["model"])
+    else:
+        prior, rows = _begin(fit, start, centre, seed), []
     with shown(progress, name or "structure_function", len(betas)) as tell:
-        path = None if folder is None else Path(folder) / "sweep.pt"
-        sweep.run(betas, path, tell)
+        for done, beta in enumerate(betas, 1):
+            if done > len(rows):
+                rows.append(_step(fit, beta, len(rows), seed))
+                if path is not None:
+                    kept = {"prior": prior, "rows": rows, "model": model.state_dict()}
+                    write_tensors(path, kept)
+            tell(done, len(betas), f"β = {beta:.3g}")
+    kl, loss, error = (tuple(row[key] for row in rows) for key in ("kl", "loss", "loss_error"))
     return StructureFunction(
-        betas=betas,
-        kl=sweep.column("kl"),
-        loss=sweep.column("loss"),
-        loss_error=sweep.column("loss_error"),
-        prior_loss=sweep.prior["loss"],
-        prior_loss_error=sweep.prior["loss_error"],
-        samples=len(samples),
-        label_entropy=_label_entropy(samples),
+        betas,
+        kl,
+        loss,
+        error,
+        prior["loss"],
+        prior["loss_error"],
+        samples=len(targets),
+        label_entropy=_label_entropy(fit),
         name=name,
     )
 
 
-def _label_entropy(samples: TaskData) -> float | None:
+def _label_entropy(fit: Fit) -> float | None:
     """Nats per label, of the frequencies of classes; ``None`` where labels are not classes."""
-    if not isinstance(samples.likelihood, Categorical):
+    if not isinstance(fit.likelihood, Categorical):
         return None
-    counts = torch.unique(samples.targets, return_counts=True)[1]
-    share = counts.double() / samples.targets.numel()
+    counts = fit.targets.unique(return_counts=True)[1]
+    share = counts.double() / fit.targets.numel()
     return float(-(share * share.log()).sum())
 
 
-class Sweep:
-    r"""A noisy network on its way through a list of :math:`\beta`, with what was measured so far.
-
-    Args:
-        model: The network at its start; becomes noisy, in place.
-        samples: The task.
-        centre: Mean of the pre-distribution by parameter name.
-        prior_std: Its standard deviation.
-        training: How to minimise.
-        seed: Seed of batches and noise.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        samples: TaskData,
-        centre: ParamDict,
-        *,
-        prior_std: float,
-        training: Training,
-        seed: int,
-    ) -> None:
-        self.model = add_weight_noise(
-            model,
-            std=train.START * prior_std,
-            prior_center=centre,
-            prior_std=prior_std,
-            seed=seed_from(seed, 0),
-        )
-        self.samples = samples
-        self.centre = centre
-        self.training = training
-        self.seed = seed
-        self.prior: dict[str, float] = {}
-        self.rows: list[dict[str, float]] = []
-
-    def run(self, betas: Sequence[float], path: Path | None, progress: Progress) -> None:
-        """Go through the list, from where the file at ``path`` ends; it is written after every step."""
-        if path is not None and path.exists():
-            self.load(path)
-        else:
-            self.begin()
-        for done, beta in enumerate(betas, 1):
-            if done > len(self.rows):
-                self.step(beta)
-                if path is not None:
-                    self.save(path)
-            progress(done, len(betas), f"β = {beta:.3g}")
-
-    def column(self, key: str) -> tuple[float, ...]:
-        """Return one of the measured numbers, of every step."""
-        return tuple(row[key] for row in self.rows)
-
-    def begin(self) -> None:
-        """Measure the pre-distribution itself, then train without noise."""
-        start = {}
-        for name, mean, _ in noisy_weights(self.model):
-            start[name] = mean.detach().clone()
-        _set_gaussian(self.model, self.centre, 1.0)
-        self.prior = self._loss()
-        _set_gaussian(self.model, start, train.START)
-        with sampling(self.model, enabled=False):
-            seed = seed_from(self.seed, 1)
-            train.train_plain(self.model, self.samples, training=self.training, seed=seed)
-
-    def step(self, beta: float) -> None:
-        r"""Minimise :math:`C_\beta` from where the network is, and measure.
-
-        The first has the longest way to go, from plain weights to almost nothing: it is trained
-        twice.
-        """
-
-        def price(model: nn.Module) -> Tensor:
-            return beta * weight_kl(model)
-
-        for turn in range(1 if self.rows else 2):
-            seed = seed_from(self.seed, 2, len(self.rows), turn)
-            train.train_noisy(self.model, self.samples, price, training=self.training, seed=seed)
-        kl = weight_kl(self.model).item()
-        row = {"beta": beta, "kl": kl, **self._loss()}
-        self.rows.append(row)
-
-    def save(self, path: Path) -> None:
-        """Write network and rows, atomically."""
-        state = {"prior": self.prior, "rows": self.rows, "model": self.model.state_dict()}
-        write_tensors(path, state)
-
-    def load(self, path: Path) -> None:
-        """Take up what :meth:`save` wrote.
-
-        Raises:
-            ValueError: If the file is damaged.
-        """
-        advice = "Delete it to begin the sweep again."
-        kept = read_tensors(path, advice=advice)
-        try:
-            self.model.load_state_dict(kept["model"])
-            self.prior = dict(kept["prior"])
-            self.rows = list(kept["rows"])
-        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"{path}: it holds something else than a sweep. {advice}") from error
-
-    def _loss(self) -> dict[str, float]:
-        loss, error = train.expected_loss(self.model, self.samples, training=self.training)
-        return {"loss": loss, "loss_error": error}
+def _begin(fit: Fit, start: ParamDict, centre: ParamDict, seed: int) -> Numbers:
+    """Measure the pre-distribution itself, then train without noise."""
+    _set_gaussian(fit.model, centre, 1.0)
+    prior = fit.expected_loss()
+    _set_gaussian(fit.model, start, START)
+    with sampling(fit.model, enabled=False):
+        fit.minimise(lambda: 0.0, seed_from(seed, 1), noisy=False)
+    return prior
 
 
 @torch.no_grad()
-def _set_gaussian(model: nn.Module, means: Mapping[str, Tensor], std: float) -> None:
+def _set_gaussian(model: nn.Module, means: ParamDict, std: float) -> None:
     """Put means into noisy weights, and deviations that are ``std`` times the prior's."""
     for name, mean, noise in noisy_weights(model):
         mean.copy_(means[name])
-        log_variance = noise.prior_log_variance + 2 * math.log(std)
-        noise.log_variance.copy_(log_variance.expand_as(mean))
+        noise.log_variance.copy_(noise.prior_log_variance + 2 * math.log(std))
+
+
+def _step(fit: Fit, beta: float, done: int, seed: int) -> Numbers:
+    r"""Minimise :math:`C_\beta` from where the network is, and measure.
+
+    The first has the longest way to go, from plain weights to almost nothing: it is trained twice.
+    """
+    for turn in range(1 if done else 2):
+        own = seed_from(seed, 2, done, turn)
+        fit.minimise(lambda: beta * weight_kl(fit.model), own, noisy=True)
+    kl = weight_kl(fit.model).item()
+    return {"beta": beta, "kl": kl, **fit.expected_loss()}

@@ -1,15 +1,30 @@
-r"""Transfer between deep linear networks, simulated many repetitions at once.
+r"""Transfer between deep linear networks: simulated many repetitions at once, and its phase diagram beside theory.
 
 :func:`simulate_transfer` draws samples of a linear target task and takes the points at which
-gradient flow ends, which are known in closed form for each draw.
+gradient flow ends, which are known in closed form for each draw. Every ``plot_`` function returns
+``(fig, ax)`` and draws on a figure of its own unless it is given axes; pyplot is not involved.
 """
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Generator, Tensor
 
 from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo.functional import deep_linear
+from lightning_taskinfo.plotting import figure_and_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Mode = Literal["linear", "fine_tune"]
+TITLES = {"linear": "linear transfer", "fine_tune": "fine-tuning"}
+GAMMA = r"samples per dimension $\gamma$"
+THETA = r"angle $\theta$ (°)"
+SIZE = (5, 4)  # inches of a figure
 
 
 @dataclass(frozen=True)
@@ -130,8 +145,7 @@ def simulate_transfer(
         >>> risks.fine_tune.shape, bool((risks.fine_tune < 1e-6).all())
         (torch.Size([3]), True)
     """
-    if not isinstance(theta, Tensor):
-        theta = torch.tensor(float(theta))
+    theta = torch.as_tensor(theta) * 1.0  # a whole number is an angle too
     draws = draw_tasks(
         theta.flatten(),
         round(gamma * dimension),
@@ -143,8 +157,10 @@ def simulate_transfer(
     scratch, unseen = minimum_norm(draws)
     factor = _layer_product(scratch, unseen, depth)  # [R, A]
     tuned = scratch + factor.unsqueeze(-1) * unseen.unsqueeze(1)
-    last_layer = _ridge_on_feature(draws, ridge)  # [R, A]
-    linear = last_layer.unsqueeze(-1) * draws.source.unsqueeze(1)
+    z = draws.inputs @ draws.source.unsqueeze(-1)  # [R, n, 1], the pretrained feature
+    scale = z.square().sum(1, keepdim=True) + z.shape[1] * ridge
+    last_layer = z.mT @ draws.labels / scale  # [R, 1, A]
+    linear = last_layer.mT * draws.source.unsqueeze(1)
 
     def risk(beta: Tensor) -> Tensor:
         squares = (beta - draws.target).square().sum(-1)  # [R, A]
@@ -177,15 +193,6 @@ def minimum_norm(draws: LinearTasks) -> tuple[Tensor, Tensor]:
     return solved.mT, torch.zeros_like(draws.source)
 
 
-def _ridge_on_feature(draws: LinearTasks, ridge: float) -> Tensor:
-    """Last layers ``[R, A]`` fitted to the one pretrained feature."""
-    z = draws.inputs @ draws.source.unsqueeze(-1)  # [R, n, 1]
-    penalty = z.shape[1] * ridge
-    scale = z.square().sum(1, keepdim=True) + penalty
-    fitted = z.mT @ draws.labels / scale  # [R, 1, A]
-    return fitted.squeeze(1)
-
-
 def _layer_product(scratch: Tensor, unseen: Tensor, depth: int) -> Tensor:
     """Products ``b^(L-1)``, ``[R, A]``, by bisection in ``b²``: slower than Newton's method, and independent of it."""
     s = scratch.square().sum(-1)  # [R, A]
@@ -199,3 +206,349 @@ def _layer_product(scratch: Tensor, unseen: Tensor, depth: int) -> Tensor:
         high = torch.where(above, middle, high)
     root = 0.5 * (low + high)
     return root.pow(0.5 * (depth - 1))
+
+
+@dataclass(frozen=True)
+class PhaseDiagram:
+    """Gains ``T`` over training from scratch, simulated on a grid of ``A`` angles and ``G`` sample numbers.
+
+    Attributes:
+        mode: What was transferred.
+        sigma: Standard deviation of the label noise.
+        depth: Number of layers.
+        theta: Angles between source and target, shape ``[A]``.
+        gamma: Samples per dimension, shape ``[G]``.
+        mean: Mean gain over repetitions, shape ``[A, G]``.
+        standard_error: Of this mean, shape ``[A, G]``.
+    """
+
+    mode: Mode
+    sigma: float
+    depth: int
+    theta: Tensor
+    gamma: Tensor
+    mean: Tensor
+    standard_error: Tensor
+
+    @property
+    def theory(self) -> Tensor:
+        """Gains in the limit of many dimensions, shape ``[A, G]``."""
+        theta = self.theta[:, None]
+        return transferability(self.mode, theta, self.gamma, self.sigma, depth=self.depth)
+
+
+def transferability(
+    mode: Mode,
+    theta: Tensor | float,
+    gamma: Tensor | float,
+    sigma: Tensor | float,
+    *,
+    depth: int = 2,
+) -> Tensor:
+    """Gain of a mode of transfer over training from scratch, in the limit of many dimensions.
+
+    Args:
+        mode: ``"linear"`` or ``"fine_tune"``.
+        theta: Angle between source and target, any shape.
+        gamma: Samples per dimension, broadcastable with ``theta``.
+        sigma: Standard deviation of the label noise, broadcastable with ``theta``.
+        depth: Number of layers; linear transfer does not depend on it.
+
+    Returns:
+        The gain, in the broadcast shape; negative where transfer hurts.
+
+    Raises:
+        ValueError: If an argument is outside its domain.
+
+    Example:
+        >>> transferability("linear", 0.0, 0.5, 0.0)
+        tensor(0.5000)
+    """
+    if mode == "linear":
+        return deep_linear.linear_transferability(theta, gamma, sigma)
+    if mode == "fine_tune":
+        return deep_linear.fine_tuning_transferability(theta, gamma, sigma, depth=depth)
+    raise ValueError(f"`mode` must be 'linear' or 'fine_tune', got {mode!r}.")
+
+
+def simulate_phase_diagram(
+    mode: Mode,
+    theta: Tensor,
+    gamma: Tensor,
+    sigma: float,
+    *,
+    dimension: int = 200,
+    repetitions: int = 20,
+    depth: int = 2,
+    generator: Generator | None = None,
+) -> PhaseDiagram:
+    """Simulate the gain of transfer on a grid, see :func:`simulate_transfer`.
+
+    Args:
+        mode: ``"linear"`` or ``"fine_tune"``.
+        theta: Angles between source and target, shape ``[A]``; one gamma's angles share inputs and
+            noise.
+        gamma: Samples per dimension, shape ``[G]``.
+        sigma: Standard deviation of the label noise.
+        dimension: Dimension of the inputs.
+        repetitions: Number of independent draws, at least 2.
+        depth: Number of layers.
+        generator: Source of randomness; torch's own if not given.
+
+    Returns:
+        Means and standard errors of the paired differences between scratch and transfer.
+
+    Raises:
+        ValueError: If an argument is outside its domain.
+
+    Example:
+        >>> angles, numbers = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 1.5, 2.0])
+        >>> simulate_phase_diagram("linear", angles, numbers, 0.1, dimension=10).mean.shape
+        torch.Size([2, 3])
+    """
+    transferability(mode, theta[:, None], gamma, sigma, depth=depth)  # refuses what is outside
+    if repetitions < 2:
+        raise ValueError(
+            f"`repetitions` must be at least 2 for a standard error, got {repetitions}."
+        )
+    gains = []
+    for value in gamma.tolist():
+        risks = simulate_transfer(
+            theta,
+            value,
+            sigma,
+            dimension=dimension,
+            repetitions=repetitions,
+            depth=depth,
+            generator=generator,
+        )
+        gains.append(risks.scratch - getattr(risks, mode))
+    drawn = torch.stack(gains, 1)  # [A, G, R]
+    error = drawn.std(-1) / repetitions**0.5
+    return PhaseDiagram(
+        mode,
+        sigma,
+        depth,
+        theta,
+        gamma,
+        drawn.mean(-1),
+        error,
+    )
+
+
+def plot_phase_surface(
+    mode: Mode,
+    sigma: float,
+    *,
+    depth: int = 2,
+    max_gamma: float = 2.0,
+    clip: float = 1.0,
+    ax: Any = None,
+) -> "tuple[Figure, Any]":
+    """Draw the gain over the plane of angle and sample number as a surface; needs three-dimensional axes.
+
+    Args:
+        mode: ``"linear"`` or ``"fine_tune"``.
+        sigma: Standard deviation of the label noise.
+        depth: Number of layers.
+        max_gamma: Largest number of samples per dimension.
+        clip: Gains beyond ± this are cut off: they have a pole at the interpolation threshold.
+        ax: Axes made with ``projection="3d"``; a new figure if not given.
+
+    Returns:
+        The figure and its axes.
+
+    Example:
+        >>> fig, ax = plot_phase_surface("linear", 0.2)
+        >>> ax.name
+        '3d'
+    """
+    fig, ax = figure_and_axes(ax, size=SIZE, projection="3d")
+    theta, gamma, gain = _grid(mode, sigma, depth, max_gamma, 60)
+    gain = gain.clip(-clip, clip)
+    ax.plot_surface(
+        gamma,
+        theta,
+        gain,
+        cmap="RdBu",
+        vmin=-clip,
+        vmax=clip,
+        linewidth=0,
+        rcount=60,
+    )
+    ax.set(xlabel=GAMMA, ylabel=THETA, zlabel="gain $T$", title=_title(mode, sigma))
+    ax.view_init(elev=28, azim=-60)
+    ax.set_box_aspect(None, zoom=0.85)  # or the labels leave the figure
+    return fig, ax
+
+
+def plot_phase_map(
+    mode: Mode,
+    sigma: float,
+    *,
+    depth: int = 2,
+    max_gamma: float = 2.0,
+    clip: float = 1.0,
+    ax: "Axes | None" = None,
+) -> "tuple[Figure, Axes]":
+    """Draw sign and size of the gain as colours, with the closed-form boundaries of negative transfer.
+
+    Args:
+        mode: ``"linear"`` or ``"fine_tune"``.
+        sigma: Standard deviation of the label noise.
+        depth: Number of layers.
+        max_gamma: Largest number of samples per dimension.
+        clip: The colour scale ends at ± this.
+        ax: Axes to draw on; a new figure if not given.
+
+    Returns:
+        The figure and its axes.
+    """
+    fig, ax = figure_and_axes(ax, size=SIZE)
+    theta, gamma, gain = _grid(mode, sigma, depth, max_gamma, 300)
+    image = ax.pcolormesh(
+        gamma,
+        theta,
+        gain,
+        cmap="RdBu",
+        vmin=-clip,
+        vmax=clip,
+        rasterized=True,
+    )
+    fig.colorbar(image, ax=ax, label="gain $T$ over scratch", extend="both")
+    if mode == "fine_tune":
+        largest = min(1.0, max_gamma) - 1e-6
+        x = torch.linspace(1e-3, largest, 2000, dtype=torch.float64)
+        y = deep_linear.fine_tuning_boundary(x, sigma, depth=depth)
+        curves = [(x, y)]
+    else:
+        y = torch.linspace(1e-4, math.pi / 2, 4000, dtype=torch.float64)
+        curves = [(x, y) for x in deep_linear.negative_transfer_interval(y, sigma)]
+    for x, y in curves:  # where the gain is 0
+        ax.plot(x, y.rad2deg(), color="black", linewidth=1.5)
+    ax.set(
+        xlim=(0, max_gamma),
+        ylim=(0, 90),
+        xlabel=GAMMA,
+        ylabel=THETA,
+        title=_title(mode, sigma),
+    )
+    return fig, ax
+
+
+def plot_phase_slices(
+    simulated: PhaseDiagram,
+    *,
+    printed: bool = False,
+    ax: "Axes | None" = None,
+) -> "tuple[Figure, Axes]":
+    """Draw the gain against the number of samples, theory as lines, simulation as points with standard errors.
+
+    Args:
+        simulated: The simulated grid; one colour an angle.
+        printed: Also draw, dashed, the formula for fine-tuning that holds without noise only.
+        ax: Axes to draw on; a new figure if not given.
+
+    Returns:
+        The figure and its axes.
+    """
+    from matplotlib import colormaps
+
+    fig, ax = figure_and_axes(ax, size=SIZE)
+    mode = simulated.mode
+    sigma = simulated.sigma
+    largest = 1.1 * simulated.gamma.max().item()
+    gamma = torch.linspace(0.01, largest, 400, dtype=torch.float64)
+    angles = simulated.theta.tolist()
+    for index, theta in enumerate(angles):
+        color = colormaps["viridis"](0.9 * index / max(1, len(angles) - 1))
+        theory = transferability(mode, theta, gamma, sigma, depth=simulated.depth)
+        ax.plot(gamma, theory, color=color)
+        if printed and mode == "fine_tune":
+            risk = deep_linear.fine_tuning_risk_noiseless(theta, gamma, sigma)
+            gain = deep_linear.scratch_risk(gamma, sigma) - risk
+            label = None if index else "noiseless formula"
+            ax.plot(
+                gamma,
+                gain,
+                color=color,
+                linestyle="--",
+                linewidth=0.8,
+                label=label,
+            )
+        ax.errorbar(
+            simulated.gamma,
+            simulated.mean[index],
+            simulated.standard_error[index],
+            fmt="o",
+            markersize=4,
+            capsize=2,
+            color=color,
+            label=rf"$\theta = {math.degrees(theta):.0f}$°",
+        )
+    ax.axhline(0, color="grey", linewidth=0.8)
+    # What the points need and a margin: the theory's pole would dwarf them.
+    low = (simulated.mean - simulated.standard_error).min().item()
+    high = (simulated.mean + simulated.standard_error).max().item()
+    margin = 0.1 * max(high - low, 0.1)
+    ax.set(
+        xlim=(0, largest),
+        ylim=(low - margin, high + margin),
+        xlabel=GAMMA,
+        ylabel="gain $T$",
+        title=_title(mode, sigma),
+    )
+    ax.legend(fontsize="small")
+    return fig, ax
+
+
+def plot_phase_overview(simulated: PhaseDiagram) -> "tuple[Figure, list[Any]]":
+    """Draw surface, map and slices beside each other.
+
+    Args:
+        simulated: The simulated grid.
+
+    Returns:
+        The figure and its three axes.
+
+    Example::
+
+        theta, gamma = torch.linspace(0, 1.5, 4), torch.linspace(0.2, 1.8, 9)
+        fig, axes = plot_phase_overview(simulate_phase_diagram("linear", theta, gamma, 0.2))
+    """
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(15, 4.5), layout="constrained")
+    surface = fig.add_subplot(1, 3, 1, projection="3d")
+    colours = fig.add_subplot(1, 3, 2)
+    slices = fig.add_subplot(1, 3, 3)
+    largest = 1.1 * simulated.gamma.max().item()
+    for plot, ax in ((plot_phase_surface, surface), (plot_phase_map, colours)):
+        plot(
+            simulated.mode,
+            simulated.sigma,
+            depth=simulated.depth,
+            max_gamma=largest,
+            ax=ax,
+        )
+    plot_phase_slices(simulated, ax=slices)
+    return fig, [surface, colours, slices]
+
+
+def _title(mode: Mode, sigma: float) -> str:
+    return rf"{TITLES[mode]}, $\sigma = {sigma:g}$"
+
+
+def _grid(
+    mode: Mode,
+    sigma: float,
+    depth: int,
+    max_gamma: float,
+    points: int,
+) -> list[Any]:
+    """Angles in degrees, sample numbers and gains, ``[P, P]`` each; an even ``P`` misses the pole at gamma = 1."""
+    theta = torch.linspace(0, math.pi / 2, points, dtype=torch.float64)[:, None]
+    middles = torch.arange(points, dtype=torch.float64) + 0.5
+    gamma = middles * max_gamma / points
+    gain = transferability(mode, theta, gamma, sigma, depth=depth)
+    return [t.expand_as(gain).numpy() for t in (theta.rad2deg(), gamma, gain)]

@@ -1,31 +1,50 @@
-"""How far is it from one task to another? What a network must learn in addition, in nats; not symmetric."""
+r"""How far is it from one task to another? What a network must learn in addition, in nats; not symmetric.
+
+The disjoint union of two tasks is a trunk that both share with a head for each. The divergence of
+each part is weighted by :math:`\beta` times the number of samples that reach it, over the number of
+samples of the first task: the trunk of a union of :math:`N_{12}` samples has :math:`\beta N_{12}/N_1`, the
+head of task :math:`i` has :math:`\beta N_i/N_1`. That is one :math:`\beta` for the mean of the loss that a
+part sees, and the minimisers for :math:`D` and for :math:`D \sqcup D` are then the same, in any network.
+"""
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress, count, permutations, product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._files import StrPath, claim_folder, digest
+from lightning_taskinfo._observe import ParamDict, weights_now
 from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
+from lightning_taskinfo._random import seed_from
+from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._wandb import log_once
-from lightning_taskinfo._warn import warn
 from lightning_taskinfo.certificates.samples import Data, read_pair
-from lightning_taskinfo.functional.likelihood import Likelihood, as_likelihood
+from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.functional.information import information_in_weights
+from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
 from lightning_taskinfo.plotting import figure_and_axes
-from lightning_taskinfo.tasks.training import ModelFn, Training, network_digest
-from lightning_taskinfo.tasks.union import HeadFn, Method, Settings, Union, solve
+from lightning_taskinfo.tasks.training import Fit, ModelFn, Numbers, Training, build
+from lightning_taskinfo.variational import noisy_weights, prior_means
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+HeadFn: TypeAlias = Callable[[int, int], nn.Module]
+Method: TypeAlias = Literal["variational", "laplace"]
+Center: TypeAlias = Literal["initial", "zero"]
+Array: TypeAlias = np.ndarray[Any, Any]
+Pair: TypeAlias = tuple[Tensor, Tensor]
+IMPOSSIBLE = -1e4  # the logit of a class that a task does not have: its probability is exactly 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,14 +109,13 @@ class DistanceMatrix(Tabled):
 
     def table(self) -> tuple[list[str], list[list[str | float]]]:
         """Return column names and one row for each ordered pair."""
-        columns = ["from", "to", "distance", "standard_error", "new_head"]
         new_head = self.new_head.mean(0)
-        measured = torch.stack([self.mean, self.standard_error, new_head])
-        values = measured.flatten(1).T.tolist()  # [K * K, 3]
         rows: list[list[str | float]] = []
-        pairs = product(self.names, repeat=2)
-        for pair, row in zip(pairs, values, strict=True):
-            rows.append([*pair, *row])
+        for i, j in product(range(len(self.names)), repeat=2):
+            measured = (self.mean, self.standard_error, new_head)
+            values = [matrix[i, j].item() for matrix in measured]
+            rows.append([self.names[i], self.names[j], *values])
+        columns = ["from", "to", "distance", "standard_error", "new_head"]
         return columns, rows
 
     def reading(self) -> str:
@@ -105,9 +123,7 @@ class DistanceMatrix(Tabled):
         K = len(self.names)
         if K == 1:
             return f"{self.names[0]} is {self._cell(0, 0)} nats from itself; 0 would be exact."
-        mean = self.mean
-        pairs = permutations(range(K), 2)
-        i, j = min(pairs, key=lambda pair: mean[pair].item())
+        i, j = min(permutations(range(K), 2), key=lambda pair: self.mean[pair].item())
         known, added = self.names[i], self.names[j]
         return f"A network that knows {known} needs the fewest further nats for {added}: {self._cell(i, j)}."
 
@@ -120,25 +136,19 @@ class DistanceMatrix(Tabled):
     def _cells(self) -> Cells:
         rows = []
         for i, name in enumerate(self.names):
-            distances = [self._cell(i, j) for j in range(len(self.names))]
-            rows.append([name, *distances])
+            cells = [self._cell(i, j) for j in range(len(self.names))]
+            rows.append([name, *cells])
         return ["nats from, to", *self.names], rows
 
     def _remarks(self) -> list[str]:
         tasks = ", ".join(self.unfinished())
-        if not tasks:
-            return []
-        return [
-            f"Not to be trusted: {tasks} should be at distance 0 from itself; set more `training.steps`."
-        ]
+        remark = f"Not to be trusted: {tasks} should be at distance 0 from itself; set more `training.steps`."
+        return [remark] if tasks else []
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON; an error that a single seed cannot give is ``None``."""
-        values: dict[str, Any] = dict(vars(self))
-        values["mean"] = self.mean
-        values["standard_error"] = None
-        if len(self.seeds) > 1:
-            values["standard_error"] = self.standard_error
+        error = self.standard_error if len(self.seeds) > 1 else None
+        values = {**vars(self), "mean": self.mean, "standard_error": error}
         for name, value in values.items():
             if isinstance(value, Tensor):
                 values[name] = value.tolist()
@@ -153,22 +163,24 @@ class DistanceMatrix(Tabled):
         Returns:
             The figure and its axes.
         """
-        mean = self.mean
-        error = self.standard_error
         tasks = range(len(self.names))
-        side = 1.6 + 0.9 * len(self.names)
+        side = 1.6 + 0.9 * len(tasks)
         fig, ax = figure_and_axes(ax, size=(side + 0.8, side))
-        image = ax.imshow(mean.numpy(), cmap="viridis_r")
+        image = ax.imshow(self.mean.numpy(), cmap="viridis_r")
         fig.colorbar(image, ax=ax, label="distance (nats)", shrink=0.8)
-        middle = 0.5 * (mean.min() + mean.max())
-        for row, column in product(tasks, repeat=2):
-            value = mean[row, column]
-            spread = error[row, column]
-            text = f"{round(value.item())}"
-            if spread.isfinite():
-                text += f"\n±{spread:.0f}"
-            color = "white" if value > middle else "black"
-            ax.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+        middle = 0.5 * (self.mean.min() + self.mean.max())
+        for i, j in product(tasks, repeat=2):
+            text = self._cell(i, j).replace(" ± ", "\n±")
+            color = "white" if self.mean[i, j] > middle else "black"
+            ax.text(
+                j,
+                i,
+                text,
+                ha="center",
+                va="center",
+                color=color,
+                fontsize=8,
+            )
         ax.set_xticks(tasks, self.names, rotation=30, ha="right")
         ax.set_yticks(tasks, self.names)
         ax.set(xlabel="to: the task that is added", ylabel="from: the task that is known")
@@ -184,10 +196,105 @@ class DistanceMatrix(Tabled):
         """
         columns, rows = self.table()
         scalars = {f"{row[0]}→{row[1]}": float(row[2]) for row in rows}
-        figure, _ = self.plot()
-        figures = {"figure": figure}
+        figures = {"figure": self.plot()[0]}
         tables = {"table": (columns, rows)}
         log_once(run, key, scalars=scalars, figures=figures, tables=tables)
+
+
+class MultiHead(nn.Module):
+    """A trunk for all tasks and a head for each; the input carries the index of its task.
+
+    Args:
+        trunk: Makes features ``[N, F]`` of inputs.
+        heads: One head a task, from features to outputs ``[N, C]``.
+    """
+
+    def __init__(self, trunk: nn.Module, heads: list[nn.Module]) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.heads = nn.ModuleList(heads)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the outputs of each sample's own head, filled up to the widest, shape ``[N, C]``."""
+        x, task = inputs
+        features = self.trunk(x)
+        outputs = [head(features) for head in self.heads]
+        width = max(output.shape[1] for output in outputs)
+        padded = []
+        for output in outputs:
+            missing = width - output.shape[1]
+            padded.append(nn.functional.pad(output, (0, missing), value=IMPOSSIBLE))
+        return torch.stack(padded, 1)[torch.arange(len(x)), task]
+
+
+@dataclass(frozen=True)
+class Union:
+    """One task, or the disjoint union of two, and how to train on it: everything that another process needs.
+
+    Args:
+        parts: Inputs and targets of each task, as arrays, which can be pickled anywhere.
+        seed: Seed of everything.
+
+    The others are arguments of :func:`task_distance`.
+    """
+
+    trunk_fn: ModelFn
+    head_fn: HeadFn
+    method: Method
+    beta: float
+    prior_center: Center
+    prior_std: float
+    likelihood: Likelihood
+    training: Training
+    parts: Sequence[tuple[Array, Array]] = ()
+    seed: int = 0
+
+    def of(self, data: Sequence[Pair], seed: int) -> "Union":
+        """Return the union of one or two tasks."""
+        parts = [(x.numpy(), y.numpy()) for x, y in data]
+        return replace(self, parts=parts, seed=seed)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of samples of each task."""
+        return [len(y) for _, y in self.parts]
+
+    def fit(self) -> Fit:
+        """The network at its start, and all samples, each with the index of its task.
+
+        Batches have ``batch_size`` samples of the first task on average.
+        """
+        inputs, targets = zip(*self.parts, strict=True)
+        x = torch.from_numpy(np.concatenate(inputs))
+        y = torch.from_numpy(np.concatenate(targets))
+        sizes = torch.tensor(self.sizes)
+        task = torch.arange(len(sizes)).repeat_interleave(sizes)
+        size = round(self.training.batch_size * len(y) / self.sizes[0])
+        training = replace(self.training, batch_size=size)
+        return Fit(self.model(), (x, task), y, self.likelihood, training)
+
+    def model(self) -> MultiHead:
+        """The network at its start; heads of one size start alike, whatever their task."""
+        trunk = build(self.trunk_fn, self.seed, argument="trunk_fn")
+        two = torch.from_numpy(self.parts[0][0][:2])
+        with torch.no_grad():
+            features = trunk.eval()(two).shape[1]
+        heads = []
+        for _, targets in self.parts:
+            outputs = targets[0].size
+            if isinstance(self.likelihood, Categorical):
+                outputs = max(2, int(targets.max()) + 1)
+            make = partial(self.head_fn, features, outputs)
+            heads.append(build(make, seed_from(self.seed, 1), argument="head_fn"))
+        return MultiHead(trunk, heads)
+
+    def betas(self) -> dict[str, float]:
+        """The weight of the divergence of each part."""
+        first = self.sizes[0]
+        betas = {"trunk": self.beta * sum(self.sizes) / first}
+        for index, n in enumerate(self.sizes):
+            betas[f"heads.{index}"] = self.beta * n / first
+        return betas
 
 
 def task_distance(
@@ -197,7 +304,7 @@ def task_distance(
     trunk_fn: ModelFn,
     method: Method = "laplace",
     head_fn: HeadFn = nn.Linear,
-    prior_center: Literal["initial", "zero"] = "initial",
+    prior_center: Center = "initial",
     prior_std: float = 0.1,
     likelihood: str | Likelihood = "categorical",
     training: Training | None = None,
@@ -266,11 +373,15 @@ def task_distance(
         raise ValueError(f"`seeds` must be different numbers, at least one, got {seeds}.")
     if not tasks:
         raise ValueError("`tasks` must hold at least one task, got none.")
+    check_positive(beta=beta, prior_std=prior_std)
+    if method not in SOLVERS:
+        raise ValueError(f"`method` must be one of {', '.join(SOLVERS)}, got {method!r}.")
+    if prior_center not in ("initial", "zero"):
+        raise ValueError(f"`prior_center` must be 'initial' or 'zero', got {prior_center!r}.")
     check_executor(executor, workers)
-    data = [_read(name, task) for name, task in tasks.items()]
     if executor is None and workers != 0:  # an executor may have ways of its own, as Dask has
         _check_importable(trunk_fn=trunk_fn, head_fn=head_fn)
-    settings = Settings(
+    settings = Union(
         trunk_fn=trunk_fn,
         head_fn=head_fn,
         method=method,
@@ -280,47 +391,37 @@ def task_distance(
         likelihood=as_likelihood(likelihood),
         training=training or Training(),
     )
-    for one in data:  # here and now, where an error is seen as it is
-        union = Union.of(settings, [one], seeds[0])
-        union.data().check(union.model())
+    data = [read_pair(task, argument=f"tasks[{name!r}]") for name, task in tasks.items()]
+    for task in data:  # here and now, where an error is seen as it is
+        settings.of([task], seeds[0]).fit().check()
     if folder is not None:
         claim_folder(folder, _configuration(settings, tasks, data), results=["seed-*.json"])
     sizes = [len(targets) for _, targets in data]
-    K = range(len(data))
-    wanted: set[tuple[int, ...]] = {(i,) for i in K}
-    for pair in product(K, repeat=2):
-        wanted.add(_trained(pair, sizes))
+    wanted: set[tuple[int, ...]] = set()
+    for i, j in product(range(len(data)), repeat=2):
+        wanted |= {(i,), _trained(i, j, sizes)}
     jobs = {}
     for seed, parts in product(seeds, sorted(wanted)):
-        own = [data[i] for i in parts]
-        jobs[_name(seed, parts)] = Union.of(settings, own, seed)
+        jobs[_name(seed, parts)] = settings.of([data[i] for i in parts], seed)
     with shown(progress, "task_distance", len(jobs)) as tell:
         numbers = count(1)
-
-        def on_done(name: str, _: Any) -> None:
-            tell(next(numbers), len(jobs), name)
-
         found = run_jobs(
             solve,
             jobs,
             folder=folder,
             executor=executor,
             workers=workers,
-            on_done=on_done,
+            on_done=lambda name, _: tell(next(numbers), len(jobs), name),
         )
     measured = _measured(found, sizes, seeds)
-    return DistanceMatrix(tuple(tasks), method, beta, tuple(sizes), tuple(seeds), **measured)
-
-
-def _read(name: str, task: Data) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a task."""
-    inputs, targets = read_pair(task, argument=f"tasks[{name!r}]")
-    found = targets.unique()
-    if not targets.is_floating_point() and len(found) and len(found) <= found.max():
-        warn(
-            f"Task {name!r} has no samples of some classes from 0 to {int(found.max())}; do its labels count from 1?"
-        )
-    return inputs, targets
+    return DistanceMatrix(
+        tuple(tasks),
+        method,
+        beta,
+        tuple(sizes),
+        tuple(seeds),
+        *measured,
+    )
 
 
 def _check_importable(**functions: Callable[..., Any]) -> None:
@@ -335,66 +436,129 @@ def _check_importable(**functions: Callable[..., Any]) -> None:
             ) from error
 
 
-def _measured(
-    found: Mapping[str, Any],
-    sizes: list[int],
-    seeds: Sequence[int],
-) -> dict[str, Tensor]:
-    """Distances, new heads, and information and objective of each task alone, from all trainings."""
-    S = len(seeds)
-    K = len(sizes)
-    distances = torch.zeros(S, K, K, dtype=torch.float64)
-    new_head = torch.zeros(S, K, K, dtype=torch.float64)
-    information = torch.zeros(S, K, dtype=torch.float64)
-    objective = torch.zeros(S, K, dtype=torch.float64)
-    for s, seed in enumerate(seeds):
-        for i in range(K):
-            alone = found[_name(seed, (i,))]
-            kl = alone["kl"]
-            information[s, i] = kl["trunk"] + kl["heads.0"]
-            objective[s, i] = alone["objective"]
-        for i, j in product(range(K), repeat=2):
-            parts = _trained((i, j), sizes)
-            known = parts.index(i)
-            kl = found[_name(seed, parts)]["kl"]
-            both = kl["trunk"] + kl[f"heads.{known}"]
-            distances[s, i, j] = both - information[s, i]
-            new_head[s, i, j] = kl[f"heads.{1 - known}"]
+def _configuration(settings: Union, names: Iterable[str], data: Sequence[Pair]) -> dict[str, Any]:
+    """What decides the numbers of a training; not the seeds, so that more of them can be added."""
+    tasks = {}
+    for name, (x, y) in zip(names, data, strict=True):
+        tasks[name] = digest([("inputs", x), ("targets", y)])
     return {
-        "distances": distances,
-        "new_head": new_head,
-        "information": information,
-        "objective": objective,
+        "method": settings.method,
+        "beta": settings.beta,
+        "prior_center": settings.prior_center,
+        "prior_std": settings.prior_std,
+        "tasks": tasks,
+        **settings.of(data[:1], 0).fit().configuration(),
     }
 
 
-def _trained(parts: tuple[int, ...], sizes: list[int]) -> tuple[int, ...]:
+def _measured(found: Mapping[str, Any], sizes: list[int], seeds: list[int]) -> list[Tensor]:
+    """Distances, new heads, and information and objective of each task alone, from all trainings."""
+    S, K = len(seeds), len(sizes)
+    distances, new_head = torch.zeros(2, S, K, K, dtype=torch.float64)
+    information, objective = torch.zeros(2, S, K, dtype=torch.float64)
+    for s, seed in enumerate(seeds):
+        for i, j in product(range(K), repeat=2):
+            alone = found[_name(seed, (i,))]
+            parts = _trained(i, j, sizes)
+            known = parts.index(i)
+            both = found[_name(seed, parts)]["kl"]
+            information[s, i] = alone["kl"]["trunk"] + alone["kl"]["heads.0"]
+            objective[s, i] = alone["objective"]
+            distances[s, i, j] = both["trunk"] + both[f"heads.{known}"] - information[s, i]
+            new_head[s, i, j] = both[f"heads.{1 - known}"]
+    return [distances, new_head, information, objective]
+
+
+def _trained(i: int, j: int, sizes: list[int]) -> tuple[int, int]:
     """Return which training serves a pair: tasks of one size have the same β either way, and are trained once."""
-    same = len({sizes[i] for i in parts}) == 1
-    return tuple(sorted(parts)) if same else parts
+    if j < i and sizes[i] == sizes[j]:
+        return j, i
+    return i, j
 
 
 def _name(seed: int, parts: tuple[int, ...]) -> str:
     return f"seed-{seed}_task-{'-'.join(map(str, parts))}"
 
 
-def _configuration(
-    settings: Settings,
-    tasks: Mapping[str, Data],
-    data: list[tuple[Tensor, Tensor]],
-) -> dict[str, Any]:
-    """What decides the numbers of a training; not the seeds, so that more of them can be added."""
-    first = Union.of(settings, data[:1], 0)
-    fingerprints = {}
-    for name, (x, y) in zip(tasks, data, strict=True):
-        fingerprints[name] = digest([("inputs", x), ("targets", y)])
-    return {
-        "method": settings.method,
-        "beta": settings.beta,
-        "prior_center": settings.prior_center,
-        "prior_std": settings.prior_std,
-        "likelihood": repr(settings.likelihood),
-        "training": asdict(settings.training),
-        "network": network_digest(first.model(), first.data().inputs),
-        "tasks": fingerprints,
-    }
+def solve(union: Union) -> dict[str, Any]:
+    r"""Train, and return the information ``kl`` of each part, the loss (a sum) with its error, and :math:`C_\beta`."""
+    fit = union.fit()
+    fit.check()
+    centre = prior_means(union.prior_center, weights_now(fit.model))
+    betas = union.betas()
+    weights = {name: betas[_part(name)] for name in centre}
+
+    def penalty() -> Tensor:
+        """What weights pay for leaving the centre: their means' share of β times the divergence."""
+        terms = []
+        for name, p in fit.model.named_parameters():
+            terms.append(weights[name] * (p - centre[name]).square().sum())
+        return torch.stack(terms).sum() / (2 * union.prior_std**2)
+
+    fit.minimise(penalty, seed_from(union.seed, 2), noisy=False)
+    information, loss = SOLVERS[union.method](union, fit, centre, weights)
+    kl = dict.fromkeys(betas, 0.0)
+    for name, value in information.items():
+        kl[_part(name)] += value
+    price = sum(beta * kl[part] for part, beta in betas.items())
+    return {"kl": kl, **loss, "objective": loss["loss"] + price}
+
+
+def _part(name: str) -> str:
+    """``"trunk"`` or ``"heads.0"``, of a parameter's name."""
+    first, second, *_ = name.split(".")
+    return first if first == "trunk" else f"{first}.{second}"
+
+
+def _variational(
+    union: Union,
+    fit: Fit,
+    centre: ParamDict,
+    weights: Numbers,
+) -> tuple[Numbers, Numbers]:
+    """Nats in noisy weights, trained from where the plain ones are, and their loss."""
+    fit.add_noise(centre, union.prior_std, seed_from(union.seed, 3))
+
+    def kl() -> dict[str, Tensor]:
+        return {name: noise.kl(mean) for name, mean, noise in noisy_weights(fit.model)}
+
+    def penalty() -> Tensor:
+        terms = [weights[name] * value for name, value in kl().items()]
+        return torch.stack(terms).sum()
+
+    fit.minimise(penalty, seed_from(union.seed, 4), noisy=True)
+    loss = fit.expected_loss()
+    return {name: value.item() for name, value in kl().items()}, loss
+
+
+def _laplace(
+    union: Union,
+    fit: Fit,
+    centre: ParamDict,
+    weights: Numbers,
+) -> tuple[Numbers, Numbers]:
+    """The closed form around the trained weights, with the diagonal of the Fisher information as curvature."""
+    loss = fit.loss()
+    F = fisher_diagonal(
+        fit.model,
+        fit.inputs,
+        labels="exact",
+        likelihood=union.likelihood,
+        chunk_size=union.training.chunk_size,
+    )
+    kl = {}
+    for name, weight in weights_now(fit.model).items():
+        h = len(fit.targets) * F[name]
+        shift = weight - centre[name]
+        found = information_in_weights(
+            h,
+            shift,
+            prior_std=union.prior_std,
+            beta=weights[name],
+        )
+        kl[name] = found.kl.item()
+        loss += found.curvature_penalty.item()
+    return kl, {"loss": loss, "loss_error": 0.0}
+
+
+SOLVERS = {"variational": _variational, "laplace": _laplace}

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ALPHA = 0.15
-IN_FILE = {"network": "probe"}  # names of fields that are others in files
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +70,7 @@ class TaskEmbedding(Tabled):
             raise ValueError(
                 f"`vector` must have the {filters} filters of `sizes`, got the shape {shape}."
             )
-        valid = (self.vector >= 0) & self.vector.isfinite()
-        if not valid.all():
+        if not ((self.vector >= 0) & self.vector.isfinite()).all():
             smallest = self.vector.min().item()
             raise ValueError(f"`vector` must be finite and at least 0, got {smallest}.")
 
@@ -92,7 +89,7 @@ class TaskEmbedding(Tabled):
     def reading(self) -> str:
         """Return one sentence on what the task depends on."""
         norms = self.layer_norms
-        largest = max(norms, key=lambda name: norms[name])
+        largest = max(norms, key=norms.__getitem__)
         share = norms[largest] / self.norm if self.norm else 0.0
         sentence = (
             f"{self.name} depends most on {largest}, with {share:.0%} of the norm {self.norm:.3g}."
@@ -105,7 +102,7 @@ class TaskEmbedding(Tabled):
         norms = self.layer_norms
         cells = []
         for name, size in zip(self.layers, self.sizes, strict=True):
-            cells.append([name, str(size), f"{norms[name]:.3g}"])
+            cells.append([name, f"{size}", f"{norms[name]:.3g}"])
         return ["layer", "filters", "norm"], cells
 
     def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
@@ -127,9 +124,8 @@ class TaskEmbedding(Tabled):
         Args:
             path: The file to write or replace; its folder must exist.
         """
-        arrays: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            arrays[IN_FILE.get(name, name)] = np.asarray(value)
+        arrays: dict[str, Any] = dict(vars(self))
+        arrays["probe"] = arrays.pop("network")
         with atomic_write(path) as file:
             np.savez(file, **arrays)
 
@@ -144,23 +140,17 @@ class TaskEmbedding(Tabled):
             FileNotFoundError: If there is no such file.
             ValueError: If it is no such file, or damaged.
         """
-        path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"`path` must be a saved embedding, but there is no file at {path}."
-            )
-        names = [field.name for field in fields(cls)]
-        try:
-            with path.open("rb") as file:
+        with open(path, "rb") as file:
+            try:
                 arrays = np.load(file, allow_pickle=False)
-                values = {name: arrays[IN_FILE.get(name, name)] for name in names}
-            plain = {name: value.tolist() for name, value in values.items()}
-            plain["vector"] = torch.from_numpy(values["vector"])
-            plain["layers"] = tuple(plain["layers"])
-            plain["sizes"] = tuple(plain["sizes"])
-            return cls(**plain)
-        except Exception as error:  # zip, zlib and numpy each have words of their own for damage
-            raise ValueError(f"{path}: not a readable task embedding ({error}).") from error
+                values = {name: value.tolist() for name, value in arrays.items()}
+                values["network"] = values.pop("probe")
+                values["vector"] = torch.tensor(values["vector"], dtype=torch.float64)
+                values["layers"] = tuple(values["layers"])
+                values["sizes"] = tuple(values["sizes"])
+                return cls(**values)
+            except Exception as error:  # zip, zlib and numpy each have their own for damage
+                raise ValueError(f"{path}: not a readable task embedding ({error}).") from error
 
 
 class Recommendation(NamedTuple):
@@ -197,12 +187,16 @@ def embedding_distances(embeddings: Sequence[TaskEmbedding], *, alpha: float = 0
                 [0., 0., 1.],
                 [1., 1., 0.]], dtype=torch.float64)
     """
-    vectors = _stacked(embeddings)  # [K, F]
+    if not embeddings:
+        raise ValueError("`embeddings` must hold at least one embedding, got none.")
+    networks = {embedding.network for embedding in embeddings}
+    if len(networks) > 1:
+        raise ValueError(f"`embeddings` must be of one network, got {sorted(networks)}.")
+    vectors = torch.stack([embedding.vector for embedding in embeddings])  # [K, F]
     sources, targets = vectors[:, None], vectors[None]
     if not alpha:
         return embedding_distance(sources, targets)
-    log_means = vectors.mean(1).log()
-    trivial = log_means.mean().exp().item()
+    trivial = vectors.mean(1).log().mean().exp().item()
     return asymmetric_embedding_distance(sources, targets, trivial=trivial, alpha=alpha)
 
 
@@ -233,13 +227,10 @@ def nearest_source(
     """
     others = [source for source in sources if source.name != target.name]
     if not others:
-        raise ValueError(
-            f"`sources` must hold a task other than the target, got {[s.name for s in sources]}."
-        )
-    matrix = embedding_distances([target, *others], alpha=alpha)
-    distances = matrix[1:, 0].tolist()
-    names = [source.name for source in others]
-    found = map(Recommendation, names, distances)
+        names = [source.name for source in sources]
+        raise ValueError(f"`sources` must hold a task other than the target, got {names}.")
+    distances = embedding_distances([target, *others], alpha=alpha)[1:, 0].tolist()
+    found = [Recommendation(s.name, d) for s, d in zip(others, distances, strict=True)]
     return sorted(found, key=lambda recommendation: recommendation.distance)
 
 
@@ -250,16 +241,6 @@ def task_map(embeddings: Sequence[TaskEmbedding]) -> PlanarMap:
         embeddings: Of one network.
     """
     return classical_scaling(embedding_distances(embeddings))
-
-
-def _stacked(embeddings: Sequence[TaskEmbedding]) -> Tensor:
-    if not embeddings:
-        raise ValueError("`embeddings` must hold at least one embedding, got none.")
-    networks = {(embedding.network, embedding.layers) for embedding in embeddings}
-    if len(networks) > 1:
-        names = sorted(name for name, _ in networks)
-        raise ValueError(f"`embeddings` must be of one network, got {names}.")
-    return torch.stack([embedding.vector for embedding in embeddings])
 
 
 def plot_task_map(
@@ -279,10 +260,8 @@ def plot_task_map(
     """
     fig, ax = figure_and_axes(ax, size=(6, 4))
     points, share = task_map(embeddings)
-    sums = [embedding.vector.sum() for embedding in embeddings]
-    logs = torch.stack(sums).log()
-    spread = logs.max() - logs.min()
-    heights = (logs - logs.min()) / spread
+    logs = torch.tensor([embedding.norm for embedding in embeddings]).log()
+    heights = (logs - logs.min()) / (logs.max() - logs.min())
     areas = 30 + 150 * heights.nan_to_num(0.5)  # not a number where all are alike, or one is 0
     _scatter(ax, embeddings, points.tolist(), areas.tolist())
     ax.set_title(f"tasks by their Fisher information ({share:.0%} of the spread)", fontsize=10)
@@ -368,23 +347,20 @@ def log_embeddings(
     """
     rows = embedding_rows(embeddings, alpha=alpha)
     scalars = {f"norm/{row['task']}": row["norm"] for row in rows}
-    task_map, _ = plot_task_map(embeddings)
-    figures = {"map": task_map}
-    known = [row for row in rows if not math.isnan(row["test_error"])]
-    if known:
-        for row in known:
-            scalars[f"test_error/{row['task']}"] = row["test_error"]
-        difficulty, _ = plot_difficulty(embeddings)
-        figures["difficulty"] = difficulty
+    figures = {"map": plot_task_map(embeddings)[0]}
+    tested = [row for row in rows if not math.isnan(row["test_error"])]
+    for row in tested:
+        scalars[f"test_error/{row['task']}"] = row["test_error"]
+    if tested:
+        figures["difficulty"] = plot_difficulty(embeddings)[0]
     names = [embedding.name for embedding in embeddings]
-    distances = embedding_distances(embeddings, alpha=alpha)
-    distance_rows = []
-    for name, row in zip(names, distances.tolist(), strict=True):
-        distance_rows.append([name, *row])
-    task_rows = [list(row.values()) for row in rows]
+    distances = embedding_distances(embeddings, alpha=alpha).tolist()
     tables = {
-        "tasks": (list(rows[0]), task_rows),
-        "distances": (["from", *names], distance_rows),
+        "tasks": (list(rows[0]), [list(row.values()) for row in rows]),
+        "distances": (
+            ["from", *names],
+            [[name, *row] for name, row in zip(names, distances, strict=True)],
+        ),
     }
     log_once(run, key, scalars=scalars, figures=figures, tables=tables)
 
@@ -398,16 +374,22 @@ def _scatter(
     """Draw a point per task, named in the legend: names at the points would overlap for similar tasks."""
     from matplotlib import colormaps
 
-    for i, embedding in enumerate(embeddings):
-        x, y = places[i]
-        color = colormaps["tab20"](i % 20)
-        label = _shortened(embedding.name)
-        ax.scatter([x], [y], s=areas[i], color=color, alpha=0.9, label=label)
-    legend = ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    for i, (embedding, (x, y), area) in enumerate(zip(embeddings, places, areas, strict=True)):
+        name = embedding.name
+        label = name if len(name) <= 30 else f"…{name[-29:]}"  # paths leave room for the picture
+        ax.scatter(
+            [x],
+            [y],
+            s=area,
+            color=colormaps["tab20"](i % 20),
+            alpha=0.9,
+            label=label,
+        )
+    legend = ax.legend(
+        fontsize=8,
+        frameon=False,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+    )
     for handle in legend.legend_handles:
         handle.set_sizes([40])  # type: ignore[union-attr]
-
-
-def _shortened(name: str) -> str:
-    """Return the end of a long name, as of a path, so that a legend leaves room for the picture."""
-    return name if len(name) <= 30 else f"…{name[-29:]}"

@@ -1,29 +1,22 @@
 """Ready tasks and networks: tasks by name, small networks for them, and the head of any network."""
 
-import hashlib
-import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
-from lightning_taskinfo import _batches
-from lightning_taskinfo._files import StrPath, atomic_write
-from lightning_taskinfo._observe import observing
+from lightning_taskinfo._files import StrPath, read_tensors, write_tensors
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data.names import cache_dir, load_dataset, task_parts
+from lightning_taskinfo.tasks.training import ModelFn
 
 VERSION = 1  # part of the cache file's name: raise it when the network or its training changes
 SIDE = 28  # height and width of the images of the reference network
-BATCH = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,9 +109,13 @@ def small_trunk(num_inputs: int, width: int = 32) -> nn.Module:
         ValueError: If a number is below 1.
     """
     check_counts(num_inputs=num_inputs, width=width)
-    first = nn.Linear(num_inputs, width)
-    second = nn.Linear(width, width)
-    return nn.Sequential(Centred(), first, nn.ReLU(), second, nn.ReLU())
+    return nn.Sequential(
+        Centred(),
+        nn.Linear(num_inputs, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+    )
 
 
 def small_network(num_inputs: int, num_outputs: int, width: int = 32) -> nn.Module:
@@ -133,12 +130,10 @@ def small_network(num_inputs: int, num_outputs: int, width: int = 32) -> nn.Modu
         >>> small_network(64, 10)(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
     """
-    trunk = small_trunk(num_inputs, width)
-    head = nn.Linear(width, num_outputs)
-    return nn.Sequential(trunk, head)
+    return nn.Sequential(small_trunk(num_inputs, width), nn.Linear(width, num_outputs))
 
 
-def trunk_for(task: PreparedTask, width: int = 32) -> Callable[[], nn.Module]:
+def trunk_for(task: PreparedTask, width: int = 32) -> ModelFn:
     """Return what makes a :func:`small_trunk` for the images of ``task``; good for other processes.
 
     Args:
@@ -148,7 +143,7 @@ def trunk_for(task: PreparedTask, width: int = 32) -> Callable[[], nn.Module]:
     return partial(small_trunk, task.inputs[0].numel(), width)
 
 
-def trunk_of(model_fn: Callable[[], nn.Module], head: str | None = None) -> Callable[[], nn.Module]:
+def trunk_of(model_fn: ModelFn, head: str | None = None) -> ModelFn:
     """Return what makes the network of ``model_fn`` without its head, for ``task_distance``.
 
     Args:
@@ -162,21 +157,20 @@ def trunk_of(model_fn: Callable[[], nn.Module], head: str | None = None) -> Call
     return partial(_without_head, model_fn, head)
 
 
-def _without_head(model_fn: Callable[[], nn.Module], head: str | None) -> nn.Module:
+def _without_head(model_fn: ModelFn, head: str | None) -> nn.Module:
     model = model_fn()
     model.set_submodule(find_head(model, head), nn.Identity())
     return model
 
 
-def network_for(task: PreparedTask, width: int = 32) -> Callable[[], nn.Module]:
+def network_for(task: PreparedTask, width: int = 32) -> ModelFn:
     """Return what makes a :func:`small_network` for ``task``; good for other processes.
 
     Args:
         task: What :func:`prepare_task` returns.
         width: Neurons of each of the two hidden layers.
     """
-    pixels = task.inputs[0].numel()
-    return partial(small_network, pixels, task.num_classes, width)
+    return partial(small_network, task.inputs[0].numel(), task.num_classes, width)
 
 
 class ReferenceNetwork(nn.Module):
@@ -224,25 +218,17 @@ def reference_network(*, epochs: int = 4, seed: int = 0) -> ReferenceNetwork:
         ValueError: If ``epochs`` is not positive.
     """
     check_counts(epochs=epochs)
-    key = json.dumps([VERSION, epochs, seed])
-    path = cache_dir() / f"probe-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+    path = cache_dir() / f"probe-{VERSION}-{epochs}-{seed}.pt"
     with own_randomness(seed):  # its first weights are drawn, and replaced
         network = ReferenceNetwork()
-    state = network.state_dict()
     try:
-        with path.open("rb") as file:  # numpy leaves a broken file open
-            arrays = np.load(file, allow_pickle=False)
-            kept = {name: torch.from_numpy(arrays[name]) for name in state}
-            network.load_state_dict(kept)
-    except Exception:  # not there, not readable, or damaged: zip, numpy and torch each have words of their own for it
+        network.load_state_dict(read_tensors(path))
+    except (OSError, ValueError, TypeError, RuntimeError):
+        # Not there, damaged, or of another shape.
         _train(network, epochs, seed)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            saved: dict[str, Any] = {}
-            for name, value in state.items():
-                saved[name] = value.numpy()
-            with atomic_write(path) as file:
-                np.savez(file, **saved)
+            write_tensors(path, network.state_dict())
         except OSError as error:
             warn(f"The reference network is not cached: {error}")
     return network.eval()
@@ -277,9 +263,7 @@ def _images_of_all_classes() -> tuple[Tensor, Tensor]:
     """Digits as classes 0 to 9, letters as 10 to 19."""
     digits, y = load_dataset("digits").train().tensors
     letters, z = load_dataset("letters").train().tensors
-    images = torch.cat([digits, letters])
-    labels = torch.cat([y, z + 10])
-    return images, labels
+    return torch.cat([digits, letters]), torch.cat([y, z + 10])
 
 
 def find_head(network: nn.Module, head: str | None) -> str:
@@ -290,11 +274,10 @@ def find_head(network: nn.Module, head: str | None) -> str:
     """
     modules = dict(network.named_modules())
     if head is None:
-        for name, module in modules.items():
-            if isinstance(module, nn.Linear):
-                head = name
-        if head is None:
+        linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+        if not linear:
             raise ValueError("`head` must name the network's last layer, as it has no nn.Linear.")
+        head = linear[-1]
     if head not in modules:
         raise ValueError(
             f"`head` must name a module of the network, got {head!r}; there are {list(modules)[1:]}."
@@ -302,61 +285,6 @@ def find_head(network: nn.Module, head: str | None) -> str:
     if not head:
         raise ValueError("`head` must name a part of the network, got the whole of it.")
     return head
-
-
-def collect_features(
-    network: nn.Module,
-    head: str,
-    inputs: Any,
-    forward_fn: _batches.Forward | None = None,
-) -> Tensor:
-    """Return what the head gets as input, ``[N, D]``, in float64 on the CPU; the network is only observed.
-
-    Args:
-        network: The network.
-        head: Name of the module that is its head.
-        inputs: A tensor, or tuples, lists and dicts of tensors, ``N`` samples along the first axis.
-        forward_fn: How to call the network, ``forward_fn(network, inputs)``; found out where ``None``.
-
-    Raises:
-        ValueError: If the head does not run once a pass, on one tensor ``[N, D]``.
-    """
-    if forward_fn is None:  # before the hook, which would see it being tried
-        two, _ = _batches.first_samples(inputs, None, 2)
-        _batches.call_on(network, two)
-    seen: list[tuple[object, ...]] = []
-    module = network.get_submodule(head)
-    handle = module.register_forward_pre_hook(lambda _module, args: seen.append(args))
-    device = next(network.parameters()).device
-    parts = []
-    try:
-        with observing(network), torch.no_grad():
-            for batch in _batches.split(inputs, BATCH):
-                seen.clear()
-                _batches.outputs_of(network, _batches.moved(batch, device), forward_fn)
-                n = _batches.sample_count(batch)
-                parts.append(_features(seen, head, n))
-    finally:
-        handle.remove()
-    return torch.cat(parts)
-
-
-def _features(seen: list[tuple[object, ...]], head: str, n: int) -> Tensor:
-    if len(seen) == 1 and len(seen[0]) == 1:
-        (features,) = seen[0]
-        if isinstance(features, Tensor) and features.ndim == 2 and len(features) == n:
-            return features.detach().double().cpu()
-    got = [[_described(x) for x in args] for args in seen]
-    raise ValueError(
-        f"`head` must run once a pass, on one tensor [N, D], and is the last nn.Linear where not given; {head!r} got "
-        f"{got} for {n} samples."
-    )
-
-
-def _described(x: object) -> list[int] | str:
-    if isinstance(x, Tensor):
-        return list(x.shape)
-    return type(x).__name__
 
 
 def fit_linear_head(
@@ -387,8 +315,7 @@ def fit_linear_head(
     """
     mean = features.mean(0)
     std = features.std(0, correction=0)
-    largest = features.abs().amax(0)
-    std = torch.where(std > 1e-12 * largest, std, 1.0)
+    std = torch.where(std > 1e-12 * features.abs().amax(0), std, 1.0)
     z = (features - mean) / std
     C = int(labels.max()) + 1
     W = torch.zeros(C, z.shape[1], dtype=torch.float64, requires_grad=True)
@@ -403,8 +330,7 @@ def fit_linear_head(
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        mean_loss = cross_entropy(z @ W.T + b, labels)
-        value = mean_loss + 0.5 * weight_decay * W.square().sum()
+        value = cross_entropy(z @ W.T + b, labels) + 0.5 * weight_decay * W.square().sum()
         value.backward()
         return value
 

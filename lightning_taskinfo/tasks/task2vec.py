@@ -1,9 +1,7 @@
 """Tasks as vectors: what the filters of a fixed network matter to each."""
 
 import math
-from collections.abc import Callable
 from copy import deepcopy
-from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -23,6 +21,7 @@ from lightning_taskinfo.tasks import ready
 from lightning_taskinfo.tasks.embedding import TaskEmbedding
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+BATCH = 512
 
 
 class Task2Vec:
@@ -84,7 +83,7 @@ class Task2Vec:
         seed: int = 0,
         engine: Engine = "auto",
         forward_fn: _batches.Forward | None = None,
-        batch_fn: Callable[[Any], Any] | None = None,
+        batch_fn: _batches.BatchFn | None = None,
     ) -> None:
         if labels not in ("exact", "sampled"):
             raise ValueError(f"`labels` must be 'exact' or 'sampled', got {labels!r}.")
@@ -105,6 +104,7 @@ class Task2Vec:
         self.filters = _filters(self.network, self.head)  # weight -> how its filters lie in it
         for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(name in self.filters)
+        self.device = next(self.network.parameters()).device
         self.fingerprint = fingerprint(self.network, self.head)
 
     def embed(
@@ -126,38 +126,30 @@ class Task2Vec:
                 where not given.
 
         Raises:
-            TypeError: If ``data`` or ``test`` is a name or path.
-            ValueError: If there is no name, the labels are not classes, fewer than two classes
-                occur, the network does not take the inputs, they are not finite, or the head does not
-                get one tensor ``[N, D]`` and put out the logits.
+            ValueError: If there is no name, ``data`` or ``test`` is one, the labels are not
+                classes, fewer than two classes occur, the network does not take the inputs, they
+                are not finite, or the head does not get one tensor ``[N, D]`` and put out the logits.
         """
-        _check_kind(data=data, test=test)
         if isinstance(data, ArrayData):
             name = name or data.name
             test = data.test() if test is None else test
             data = data.train()
+        inputs, labels = self._read(data, "data")
         if not name:
             raise ValueError("`name` must be given for data without a name of its own.")
-        inputs, labels = self._read(data, "data")
         classes, targets = _classes(labels)
         tested = None if test is None else self._read(test, "test")
         self._fit(inputs, targets)
         picked = self._pick(len(labels))
-        some = _batches.take(inputs, lambda x: x[picked.to(x.device)])
-        weights = dict(self.network.named_parameters())
-        sizes = []
-        for weight, layout in self.filters.items():
-            means = filter_means(weights[weight], **layout)
-            sizes.append(len(means))
-        vector = self._fisher(some)
+        means = self._fisher(_batches.take(inputs, lambda x: x[picked.to(x.device)]))
         error = math.nan
         if tested is not None:
             error = self._error(*tested, classes)
         return TaskEmbedding(
             name=name,
-            vector=vector,
+            vector=torch.cat(means),
             layers=tuple(self.filters),
-            sizes=tuple(sizes),
+            sizes=tuple(map(len, means)),
             network=self.fingerprint,
             labels=self.labels,
             samples=len(picked),
@@ -165,39 +157,56 @@ class Task2Vec:
             test_error=error,
         )
 
-    @property
-    def _device(self) -> torch.device:
-        return next(self.network.parameters()).device
-
     def _read(self, data: Data, argument: str) -> tuple[Any, Tensor]:
         """Return all inputs and labels, by the user's own function where there is one; the network takes the inputs."""
         reader = self.batch_fn and _batches.Reader(self.batch_fn, self.forward_fn)
         inputs, labels = read_labelled(data, argument=argument, model=self.network, reader=reader)
+        few, _ = _batches.first_samples(inputs, None, 2)
         try:
             with observing(self.network), torch.no_grad():
-                few, _ = _batches.first_samples(inputs, None, 2)
                 self._outputs(few)
         except _batches.NoLogitsError:
             raise
         except Exception as error:
-            found = list(_batches.tensors(inputs))
-            kinds = ", ".join(f"{x.dtype} {list(x.shape)}" for x in found)
-            if any(x.dtype == torch.uint8 for x in found):
-                kinds += "; bytes of images are divided by 255 first"
-            reason = first_line(error)
+            kinds = ", ".join(f"{x.dtype} {list(x.shape)}" for x in _batches.tensors(inputs))
             raise ValueError(
-                f"`{argument}` must hold inputs that the network takes, got {kinds} ({reason})."
+                f"`{argument}` must hold inputs that the network takes, got {kinds} ({first_line(error)})."
             ) from error
         return inputs, labels
 
     def _outputs(self, inputs: Any) -> Tensor:
         """Run the network, on its own device."""
-        inputs = _batches.moved(inputs, self._device)
+        inputs = _batches.moved(inputs, self.device)
         return _batches.outputs_of(self.network, inputs, self.forward_fn)
 
+    def _features(self, inputs: Any) -> Tensor:
+        """Return what the head gets as input, ``[N, D]``, in float64 on the CPU."""
+        seen: list[tuple[Any, ...]] = []
+        head = self.network.get_submodule(self.head)
+        handle = head.register_forward_pre_hook(lambda _, args: seen.append(args))
+        parts = []
+        try:
+            with observing(self.network), torch.no_grad():
+                for batch in _batches.split(inputs, BATCH):
+                    seen.clear()
+                    self._outputs(batch)
+                    n = _batches.sample_count(batch)
+                    match seen:
+                        case [(Tensor(ndim=2) as features,)] if len(features) == n:
+                            parts.append(features.double().cpu())
+                        case _:
+                            got = [_batches.described(x) for args in seen for x in args]
+                            raise ValueError(
+                                "`head` must run once a pass, on one tensor [N, D], and is the last nn.Linear where "
+                                f"not given; {self.head!r} got {got} for {n} samples."
+                            )
+        finally:
+            handle.remove()
+        return torch.cat(parts)
+
     def _fit(self, inputs: Any, targets: Tensor) -> None:
-        """Put a fitted head into the network."""
-        features = ready.collect_features(self.network, self.head, inputs, self.forward_fn)
+        """Put a fitted head into the network, and see that its outputs are the network's, up to a constant."""
+        features = self._features(inputs)
         fitted = ready.fit_linear_head(features, targets, weight_decay=self.weight_decay)
         like = next(self.network.parameters())
         head = fitted.to(like).eval().requires_grad_(False)
@@ -205,98 +214,71 @@ class Task2Vec:
         some, _ = _batches.first_samples(inputs, None, 8)
         with torch.no_grad():
             logits = head(features[:8].to(like))
-            if not self._answers(some, logits):
-                raise ValueError(
-                    f"`head` must be the last layer, whose outputs are the network's logits; {self.head!r} is not."
-                )
-
-    def _answers(self, inputs: Any, logits: Tensor) -> bool:
-        """Whether the network's outputs mean the same as the logits of its head, whatever the head's outputs are."""
-        try:
-            outputs = self._outputs(inputs)
-        except RuntimeError:  # a layer behind the head wants another number of inputs
-            return False
-        if outputs.shape != logits.shape:
-            return False
-        theirs = outputs.softmax(-1)
-        return torch.allclose(theirs, logits.softmax(-1), atol=1e-3)
+            try:
+                theirs = self._outputs(some).softmax(-1)
+                same = torch.allclose(theirs, logits.softmax(-1), atol=1e-3)
+            except RuntimeError:  # a layer behind the head wants another number of inputs
+                same = False
+        if not same:
+            raise ValueError(
+                f"`head` must be the last layer, whose outputs are the network's logits; {self.head!r} is not."
+            )
 
     def _pick(self, n: int) -> Tensor:
         """Return which samples go into the Fisher information."""
         if n <= self.max_samples:
             return torch.arange(n)
-        generator = Generator().manual_seed(self.seed)
-        order = torch.randperm(n, generator=generator)
+        order = torch.randperm(n, generator=Generator().manual_seed(self.seed))
         return order[: self.max_samples].sort().values
 
-    def _fisher(self, inputs: Any) -> Tensor:
-        """Return the filters' mean Fisher information, ``[F]``, float64 on the CPU."""
-        generator = Generator(self._device).manual_seed(self.seed)
-        total = torch.zeros((), dtype=torch.float64)
+    def _fisher(self, inputs: Any) -> list[Tensor]:
+        """Return the mean Fisher information of each weight's filters, float64 on the CPU."""
+        generator = Generator(self.device).manual_seed(self.seed)
+        totals = [torch.zeros((), dtype=torch.float64)] * len(self.filters)
         n = _batches.sample_count(inputs)
-        for batch in _batches.split(inputs, ready.BATCH):
+        for batch in _batches.split(inputs, BATCH):
             diagonal = fisher_diagonal(
                 self.network,
-                _batches.moved(batch, self._device),
+                _batches.moved(batch, self.device),
                 labels=self.labels,
                 mc_samples=self.mc_samples,
                 generator=generator,
                 engine=self.engine,
                 forward_fn=self.forward_fn,
             )
-            parts = []
-            for name, layout in self.filters.items():
-                means = filter_means(diagonal[name].double(), **layout)
-                parts.append(means)
             count = _batches.sample_count(batch)
-            total = total + torch.cat(parts).cpu() * count / n
-        return total
+            for i, (name, layout) in enumerate(self.filters.items()):
+                means = filter_means(diagonal[name].double(), **layout)
+                totals[i] = totals[i] + means.cpu() * count / n
+        return totals
 
     def _error(self, inputs: Any, labels: Tensor, classes: Tensor) -> float:
         """Share of wrong answers of the network with its fitted head; a class that was not fitted is always wrong."""
         with observing(self.network), torch.no_grad():
-            batches = _batches.split(inputs, ready.BATCH)
+            batches = _batches.split(inputs, BATCH)
             answers = [self._outputs(batch).argmax(-1).cpu() for batch in batches]
         wrong = classes[torch.cat(answers)] != labels.cpu()
         return wrong.double().mean().item()
 
 
-def _check_kind(**given: Any) -> None:
-    """Raise a ``TypeError`` for names and paths."""
-    for argument, value in given.items():
-        if isinstance(value, str | PathLike):
-            name = str(value)
-            raise TypeError(
-                f"`{argument}` must be (inputs, labels), a dataset, a loader or an ArrayData, got {name!r}; "
-                f"`lightning_taskinfo.data.load_task({name!r})` loads it."
-            )
-
-
 def fingerprint(network: nn.Module, head: str) -> str:
     """Return a short hash of all parameters and buffers but those of the head, names included."""
-    body = []
-    for name, x in sorted(network.state_dict().items()):
-        if not name.startswith(f"{head}."):
-            body.append((name, x))
-    return digest(body)
+    state = sorted(network.state_dict().items())
+    return digest((name, x) for name, x in state if not name.startswith(f"{head}."))
 
 
 def _filters(network: nn.Module, head: str) -> dict[str, dict[str, Any]]:
     """Return how filters lie in each weight of two or more axes outside the head, by the weight's name."""
     found: dict[str, dict[str, Any]] = {}
-    owners: dict[int, nn.Module] = {}
-    for module in network.modules():
-        for p in module.parameters(recurse=False):
-            owners.setdefault(id(p), module)  # the first owner of a shared weight counts
-    for name, parameter in network.named_parameters():
-        if parameter.ndim < 2 or not parameter.is_floating_point():
-            continue
-        if name.startswith(f"{head}."):
-            continue
-        owner = owners[id(parameter)]
-        found[name] = {}
-        if isinstance(owner, TRANSPOSED):
-            found[name] = {"transposed": True, "groups": owner.groups}
+    known = dict(network.named_parameters())  # a shared weight has the name of its first owner
+    for path, module in network.named_modules():
+        for name, p in module.named_parameters(path, recurse=False):
+            if name not in known or name.startswith(f"{head}."):
+                continue
+            if p.ndim > 1 and p.is_floating_point():
+                transposed = isinstance(module, TRANSPOSED)
+                groups = getattr(module, "groups", 1)
+                found[name] = {"transposed": transposed, "groups": groups}
     if not found:
         raise ValueError(
             f"`network` must have a weight with filters beside its head {head!r}, got none."

@@ -8,24 +8,23 @@ bits, alone or beside other work.
 import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._batches import sample_count, take
+from lightning_taskinfo._batches import take
 from lightning_taskinfo._files import digest
-from lightning_taskinfo._observe import observing, trainable_parameters, weights_now
+from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters, weights_now
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive
 from lightning_taskinfo.functional.likelihood import Likelihood
-from lightning_taskinfo.variational import noisy_weights, sampling
+from lightning_taskinfo.variational import add_weight_noise, noisy_weights, sampling
 
-ModelFn = Callable[[], nn.Module]
-Penalty = Callable[[nn.Module], Tensor]
+ModelFn: TypeAlias = Callable[[], nn.Module]
+Numbers: TypeAlias = dict[str, float]
 START = 0.3  # noise to begin with, as a share of the prior's: the full one shakes the means off their place
 
 
@@ -73,40 +72,6 @@ class Training:
             raise ValueError(f"`draws` must be at least 2 for a standard error, got {self.draws}.")
 
 
-@dataclass(frozen=True)
-class TaskData:
-    """All samples of a task and what its outputs mean.
-
-    Args:
-        inputs: ``N`` inputs: a tensor, or tuples and dicts of them.
-        targets: Their targets, shape ``[N, ...]``.
-        likelihood: What the outputs mean.
-    """
-
-    inputs: Any
-    targets: Tensor
-    likelihood: Likelihood
-
-    def __len__(self) -> int:
-        return sample_count(self.inputs)
-
-    def check(self, model: nn.Module) -> None:
-        """Raise a ``ValueError`` if outputs or targets do not fit the likelihood; the model is only observed."""
-        with observing(model), torch.no_grad():
-            outputs = model(take(self.inputs, lambda x: x[:2]))
-        if not isinstance(outputs, Tensor):
-            raise ValueError(
-                f"The network must return a tensor of outputs, got {type(outputs).__name__}."
-            )
-        shape = (len(self.targets), *outputs.shape[1:])
-        self.likelihood.check(outputs[:1].expand(shape), self.targets)
-
-    def losses(self, model: nn.Module, index: Tensor | slice) -> Tensor:
-        """Return the negative log-likelihood of the picked samples in nats, shape ``[B]``."""
-        outputs = model(take(self.inputs, lambda x: x[index]))
-        return -self.likelihood.log_prob(outputs, self.targets[index])
-
-
 def build(model_fn: ModelFn, seed: int, *, argument: str = "model_fn") -> nn.Module:
     """Return a copy of what ``model_fn`` makes after ``torch.manual_seed(seed)``; torch's generator stays as it is."""
     if isinstance(model_fn, nn.Module):
@@ -119,72 +84,130 @@ def build(model_fn: ModelFn, seed: int, *, argument: str = "model_fn") -> nn.Mod
     return deepcopy(model)  # what is trained is not the caller's own
 
 
-def train_plain(
-    model: nn.Module,
-    samples: TaskData,
-    penalty: Penalty | None = None,
-    *,
-    training: Training,
-    seed: int,
-) -> None:
-    """Minimise the sum of the loss plus ``penalty``, for ``training.pretrain_steps``."""
-    parameters = list(trainable_parameters(model).values())
-    weights = {"params": parameters, "lr": training.learning_rate}
-    _descend(model, samples, penalty, [weights], training, training.pretrain_steps, 1, seed)
+@dataclass(frozen=True)
+class Fit:
+    """A network on its way to a task: all samples, what its outputs mean, and how it is trained.
 
+    Args:
+        model: The network, which is trained in place.
+        inputs: ``N`` inputs: a tensor, or tuples and dicts of them.
+        targets: Their targets, shape ``[N, ...]``.
+        likelihood: What the outputs mean.
+        training: How it is trained.
+    """
 
-def train_noisy(
-    model: nn.Module,
-    samples: TaskData,
-    penalty: Penalty,
-    *,
-    training: Training,
-    seed: int,
-) -> None:
-    """Minimise the expected sum of the loss plus ``penalty``, for ``training.steps``."""
-    variances = [noise.log_variance for *_, noise in noisy_weights(model)]
-    known = {id(v) for v in variances}
-    means = [p for p in trainable_parameters(model).values() if id(p) not in known]
-    groups = [
-        {"params": means, "lr": training.learning_rate},
-        {"params": variances, "lr": training.log_variance_learning_rate},
-    ]
-    _descend(model, samples, penalty, groups, training, training.steps, training.noises, seed)
+    model: nn.Module
+    inputs: Any
+    targets: Tensor
+    likelihood: Likelihood
+    training: Training
 
+    def outputs(self, index: Tensor | slice) -> Any:
+        """Return what the network makes of the picked samples."""
+        return self.model(take(self.inputs, lambda x: x[index]))
 
-def _descend(
-    model: nn.Module,
-    samples: TaskData,
-    penalty: Penalty | None,
-    groups: list[dict[str, Any]],
-    training: Training,
-    steps: int,
-    noises: int,
-    seed: int,
-) -> None:
-    generator = Generator().manual_seed(seed)
-    batches = _batches(len(samples), training.batch_size, generator)
-    optimizer = torch.optim.Adam(groups, fused=True)  # one call for many small tensors
-    cosine = partial(_cosine, steps=max(1, steps))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
-    model.train()
-    with own_randomness(seed), torch.enable_grad():
-        for index in islice(batches, steps):
-            drawn = []
-            for _ in range(noises):
-                losses = samples.losses(model, index)
-                drawn.append(losses.mean())
-            loss = torch.stack(drawn).mean()
-            if penalty is not None:
-                loss = loss + penalty(model) / len(samples)  # never the size of the batch
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
+    def losses(self, index: Tensor | slice) -> Tensor:
+        """Return the negative log-likelihood of the picked samples in nats, shape ``[B]``."""
+        return -self.likelihood.log_prob(self.outputs(index), self.targets[index])
 
+    def check(self) -> Tensor:
+        """Return the answers to two samples; a ``ValueError`` if outputs or targets do not fit the likelihood."""
+        with observing(self.model), torch.no_grad():
+            outputs = self.outputs(slice(2))
+        if not isinstance(outputs, Tensor):
+            kind = type(outputs).__name__
+            raise ValueError(f"The network must return a tensor of outputs, got {kind}.")
+        shape = (len(self.targets), *outputs.shape[1:])
+        self.likelihood.check(outputs[:1].expand(shape), self.targets)
+        return outputs
 
-def _cosine(t: int, steps: int) -> float:
-    return 0.5 + 0.5 * math.cos(math.pi * t / steps)
+    def configuration(self) -> dict[str, Any]:
+        """Return what decides the numbers that come out, beside data, prior and seed: a folder belongs to one.
+
+        A network is known by its weights, its modules, and its answers to two samples, which are
+        rounded, since another machine may go on with the folder.
+        """
+        network = {
+            "weights": digest(weights_now(self.model).items()),
+            "modules": repr(self.model),
+            "answers": f"{self.check().double().abs().mean():.2e}",
+        }
+        return {
+            "likelihood": repr(self.likelihood),
+            "network": network,
+            "training": asdict(self.training),
+        }
+
+    def add_noise(self, centre: ParamDict, prior_std: float, seed: int) -> None:
+        """Turn all weights noisy."""
+        std = START * prior_std
+        add_weight_noise(
+            self.model,
+            std=std,
+            prior_center=centre,
+            prior_std=prior_std,
+            seed=seed,
+        )
+
+    def minimise(
+        self,
+        penalty: Callable[[], Tensor | float],
+        seed: int,
+        *,
+        noisy: bool,
+    ) -> None:
+        """Minimise the (expected) sum of the loss plus ``penalty()``, with noisy weights or without noise."""
+        training = self.training
+        steps, noises = training.pretrain_steps, 1
+        if noisy:
+            steps, noises = training.steps, training.noises
+        variances = [noise.log_variance for *_, noise in noisy_weights(self.model)]
+        known = {id(v) for v in variances}
+        weights = trainable_parameters(self.model).values()
+        means = [p for p in weights if id(p) not in known]
+        groups = [
+            {"params": means, "lr": training.learning_rate},
+            {"params": variances, "lr": training.log_variance_learning_rate},
+        ]
+        optimizer = torch.optim.Adam(groups, fused=True)  # one call for many small tensors
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda t: 0.5 + 0.5 * math.cos(math.pi * t / max(1, steps))
+        )
+        N = len(self.targets)
+        batches = _batches(N, training.batch_size, Generator().manual_seed(seed))
+        self.model.train()
+        with own_randomness(seed), torch.enable_grad():
+            for index in islice(batches, steps):
+                drawn = [self.losses(index).mean() for _ in range(noises)]
+                loss = torch.stack(drawn).mean() + penalty() / N  # never the size of the batch
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+
+    def expected_loss(self) -> Numbers:
+        r"""Estimate ``loss``, the expected **sum** :math:`E_Q[L_D]`, and its Monte-Carlo standard error.
+
+        Every chunk of samples sees a network of its own, which is as unbiased as one network for
+        all, and varies less.
+        """
+        draws = self.training.draws
+        with sampling(self.model):
+            drawn = [self.loss() for _ in range(draws)]
+        sums = torch.tensor(drawn, dtype=torch.float64)
+        error = sums.std() / math.sqrt(draws)
+        return {"loss": sums.mean().item(), "loss_error": error.item()}
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """Return the sum of the loss of the network as it is, in eval mode."""
+        self.model.eval()
+        size = self.training.chunk_size
+        sums = []
+        for start in range(0, len(self.targets), size):
+            losses = self.losses(slice(start, start + size))
+            sums.append(losses.double().sum())
+        return torch.stack(sums).sum().item()
 
 
 def _batches(n: int, batch_size: int, generator: Generator) -> Iterator[Tensor]:
@@ -193,50 +216,3 @@ def _batches(n: int, batch_size: int, generator: Generator) -> Iterator[Tensor]:
     while True:
         order = torch.randperm(n, generator=generator)
         yield from order.split(size)[: n // size]
-
-
-def expected_loss(
-    model: nn.Module,
-    samples: TaskData,
-    *,
-    training: Training,
-) -> tuple[float, float]:
-    r"""Estimate :math:`E_Q[L_D]`, the expected **sum** of the loss, with its Monte-Carlo standard error.
-
-    Every chunk of samples sees a network of its own, which is as unbiased as one network for all,
-    and varies less.
-    """
-    drawn = []
-    with sampling(model):
-        for _ in range(training.draws):
-            drawn.append(loss_sum(model, samples, training=training))
-    sums = torch.tensor(drawn, dtype=torch.float64)
-    error = sums.std() / math.sqrt(training.draws)
-    return sums.mean().item(), error.item()
-
-
-@torch.no_grad()
-def loss_sum(model: nn.Module, samples: TaskData, *, training: Training) -> float:
-    """Return the sum of the loss of the network as it is, in eval mode."""
-    model.eval()
-    size = training.chunk_size
-    sums = []
-    for start in range(0, len(samples), size):
-        losses = samples.losses(model, slice(start, start + size))
-        sums.append(losses.double().sum())
-    return torch.stack(sums).sum().item()
-
-
-@torch.no_grad()
-def network_digest(model: nn.Module, inputs: Any) -> dict[str, str]:
-    """Return what tells a network at its start from others: its weights, its modules, and what it makes of two samples.
-
-    These answers are rounded, since another machine may go on with the folder.
-    """
-    with observing(model):
-        answers = model(take(inputs, lambda x: x[:2])).double()
-    return {
-        "weights": digest(weights_now(model).items()),
-        "modules": repr(model),
-        "answers": f"{answers.abs().mean():.2e}",
-    }

@@ -18,8 +18,8 @@ from lightning_taskinfo import (
     task_distance,
 )
 from lightning_taskinfo.cli import _parser
-from lightning_taskinfo.cli._parser import load_command, summary
-from lightning_taskinfo.tasks.phase_diagram import simulate_phase_diagram
+from lightning_taskinfo.cli._parser import load_command
+from lightning_taskinfo.tasks.deep_linear import simulate_phase_diagram
 from lightning_taskinfo.transfer import transfer
 
 SMALL = ["--dimension=20", "--repetitions=3", "--angles=2", "--gammas=[0.5,1.5]"]
@@ -136,13 +136,13 @@ def test_help_lists_every_command(capsys):
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     shown = " ".join(text.split())
-    for name in cli.COMMANDS:
-        assert f"{name} {summary(name)}" in shown
+    for name, (_, summary) in cli.COMMANDS.items():
+        assert f"{name} {summary}" in shown
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_the_list_says_what_each_command_says(name):
-    assert " ".join(load_command(name).__doc__.split("\n\n")[0].split()) == summary(name)
+    assert " ".join(load_command(name).__doc__.split("\n\n")[0].split()) == cli.COMMANDS[name][1]
 
 
 @pytest.mark.parametrize("words", [["--help"], [], ["no-such-command"]])

@@ -114,6 +114,12 @@ def test_embed(mine, trained):
         assert row["test_error"] == pytest.approx(expected.test_error)
 
 
+def test_embed_without_test_samples(mine, tmp_path):
+    assert main(["embed", *NET, "--data=mine.Untested", "--max_samples=20"]) == 0
+    written = {path.name for path in (tmp_path / "embeddings").iterdir()}
+    assert written == {"embeddings.json", "Untested.npz", "task_map.png"}
+
+
 @pytest.mark.parametrize("checkpoint", [[], ["--checkpoint=trained.ckpt"]], ids=["fresh", "kept"])
 def test_complexity(mine, trained, checkpoint):
     words = ["complexity", *NET, "--data=mine.Data", *checkpoint, "--max_samples=40"]

@@ -90,6 +90,15 @@ class Broken(Data):
         raise KeyError("no such file")
 
 
+class Untested(pl.LightningDataModule):
+    """It has no test samples."""
+
+    def train_dataloader(self):
+        data = Data()
+        data.setup("fit")
+        return data.train_dataloader()
+
+
 def untyped(width=6):
     """Return a plain network, and say so nowhere."""
     return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))

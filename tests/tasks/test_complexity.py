@@ -7,15 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_taskinfo._observe import weights_now
 from lightning_taskinfo.functional.likelihood import Categorical
-from lightning_taskinfo.tasks.complexity import Sweep, structure_function
+from lightning_taskinfo.tasks.complexity import structure_function
 from lightning_taskinfo.tasks.ready import PreparedTask
-from lightning_taskinfo.tasks.training import (
-    TaskData,
-    Training,
-    network_digest,
-)
+from lightning_taskinfo.tasks.training import Fit, Training
 from tests.tasks import regression
 
 QUICK = Training(pretrain_steps=20, steps=20, draws=4)
@@ -177,25 +172,12 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
         )
 
 
-def sweep():
-    model, samples = network(), TaskData(*classes(), Categorical())
-    return Sweep(model, samples, weights_now(model), prior_std=0.1, training=QUICK, seed=0)
-
-
-def test_a_sweep_that_cannot_be_written_leaves_the_old_one(tmp_path):
-    path, mine = tmp_path / "sweep.pt", sweep()
-    mine.save(path)
-    old = path.read_bytes()
-    mine.prior = {"loss": (number for number in ())}  # which nobody can write
-    with pytest.raises(TypeError, match="pickle"):
-        mine.save(path)
-    assert path.read_bytes() == old
-
-
 def test_a_sweep_is_read_without_running_code(tmp_path):
+    arguments = {"training": QUICK, "folder": tmp_path}
+    structure_function(network, classes(), (1.0,), **arguments)
     torch.save({"prior": {}, "rows": [], "model": network()}, tmp_path / "sweep.pt")
     with pytest.raises(ValueError, match=r"sweep\.pt: .* Delete it") as caught:
-        sweep().load(tmp_path / "sweep.pt")
+        structure_function(network, classes(), (1.0,), **arguments)
     assert "weights_only" not in str(caught.value)
 
 
@@ -227,15 +209,6 @@ def sweep_weights(path):
     return next(iter(torch.load(path, weights_only=True)["model"].values())).numpy().tobytes()
 
 
-@pytest.mark.parametrize(
-    "content", [None, [1], {"a": [1, 2]}, {"prior": 1, "rows": 2, "model": {}}], ids=str
-)
-def test_a_sweep_of_another_shape_is_named(tmp_path, content):
-    torch.save(content, tmp_path / "sweep.pt")
-    with pytest.raises(ValueError, match=r"sweep\.pt: .*Delete it"):
-        sweep().load(tmp_path / "sweep.pt")
-
-
 def test_results_without_a_configuration_are_refused(tmp_path):
     structure_function(network, classes(), (1.0,), training=QUICK, folder=tmp_path)
     (tmp_path / "configuration.json").unlink()
@@ -247,10 +220,11 @@ def test_a_network_is_known_by_its_weights_its_modules_and_what_it_answers_to_tw
     net = nn.Linear(2, 2, bias=False)
     nn.init.eye_(net.weight)
     inputs = torch.tensor([[1.0, -3.0], [4.0, 4.0], [100.0, 100.0]])
-    known = network_digest(net, inputs)
+    fit = Fit(net, inputs, torch.zeros(3).long(), Categorical(), QUICK)
+    known = fit.configuration()["network"]
     assert (known["modules"], known["answers"]) == (repr(net), "3.00e+00")
     nn.init.constant_(net.weight[1, 0], 1e-6)
-    changed = network_digest(net, inputs)
+    changed = fit.configuration()["network"]
     assert {key for key in known if known[key] != changed[key]} == {"weights"}
 
 

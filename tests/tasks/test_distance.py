@@ -13,12 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.likelihood import Categorical, Gaussian
-from lightning_taskinfo.tasks.distance import DistanceMatrix, task_distance
+from lightning_taskinfo.tasks.distance import DistanceMatrix, MultiHead, Union, solve, task_distance
 from lightning_taskinfo.tasks.training import Training
-from lightning_taskinfo.tasks.union import MultiHead, Settings, Union, solve
 from tests.tasks import regression
 
 QUICK = Training(pretrain_steps=5, steps=5, draws=2)
@@ -97,7 +95,7 @@ def test_variational_agrees_with_the_exact_posterior_of_linear_regression():
         method="variational", likelihood=Gaussian(), training=training, **REGRESSION
     )
     alone, both, itself = (
-        [solve(Union.of(settings, tasks, seed)) for seed in range(4)]
+        [solve(settings.of(tasks, seed)) for seed in range(4)]
         for tasks in ([FIRST], [FIRST, SECOND], [FIRST, FIRST])
     )
     information = torch.tensor([union["kl"]["trunk"] for union in alone], dtype=torch.float64)
@@ -134,14 +132,14 @@ def make_settings(**changes):
         "prior_center": "initial",
     }
     values |= {"prior_std": 0.1, "likelihood": Categorical(), "training": QUICK}
-    return Settings(**{**values, **changes})
+    return Union(**{**values, **changes})
 
 
 def test_each_part_is_priced_by_the_samples_that_reach_it():
     data = list(some_tasks().values())
-    union = Union.of(make_settings(), [data[0], data[2]], 0)
+    union = make_settings().of([data[0], data[2]], 0)
     assert union.betas() == {"trunk": 2.0 * 64 / 40, "heads.0": 2.0, "heads.1": 2.0 * 24 / 40}
-    assert union.settings.training.batch_size == round(QUICK.batch_size * 64 / 40)
+    assert union.fit().training.batch_size == round(QUICK.batch_size * 64 / 40)
 
 
 def test_a_sample_sees_its_own_head_only():
@@ -156,9 +154,9 @@ def test_a_sample_sees_its_own_head_only():
 
 
 def test_the_fisher_of_two_heads_equals_the_loop():
-    union = Union.of(make_settings(), list(some_tasks().values())[:2], 0)
+    union = make_settings().of(list(some_tasks().values())[:2], 0)
     found, loop = (
-        fisher_diagonal(union.model(), union.data().inputs, labels="exact", engine=engine)
+        fisher_diagonal(union.model(), union.fit().inputs, labels="exact", engine=engine)
         for engine in ("auto", "loop")
     )
     for name, value in loop.items():
@@ -167,7 +165,7 @@ def test_the_fisher_of_two_heads_equals_the_loop():
 
 def test_heads_of_one_size_start_alike_and_seeds_start_apart():
     one, _, few = some_tasks().values()
-    heads = [Union.of(make_settings(), [one, few], seed).model().heads for seed in (0, 1)]
+    heads = [make_settings().of([one, few], seed).model().heads for seed in (0, 1)]
     assert torch.equal(heads[0][0].weight, heads[0][1].weight)
     assert not torch.equal(heads[0][0].weight, heads[1][0].weight)
 
@@ -181,8 +179,8 @@ def test_every_entry_is_the_difference_of_two_trainings(here):
     data = list(some_tasks().values())
     settings = make_settings(method="variational", beta=1.0)
     for i, j in ((0, 1), (1, 0), (2, 0), (2, 2)):
-        kl = solve(Union.of(settings, [data[i], data[j]], 1))["kl"]
-        alone = solve(Union.of(settings, [data[i]], 1))["kl"]
+        kl = solve(settings.of([data[i], data[j]], 1))["kl"]
+        alone = solve(settings.of([data[i]], 1))["kl"]
         # Tasks of one size share a training in either order, so that the order of samples may differ from this one.
         tolerance = {"rel": 1e-6} if (i, j) != (1, 0) else {"abs": 3.0}
         expected = kl["trunk"] + kl["heads.0"] - alone["trunk"] - alone["heads.0"]
@@ -397,11 +395,3 @@ def test_a_function_that_does_not_travel_for_other_reasons_is_named_too(argument
 def test_names_the_task_whose_data_are_wrong(tasks, match):
     with pytest.raises(ValueError, match=match):
         task_distance(tasks, 1.0, trunk_fn=trunk, training=QUICK)
-
-
-def test_warns_of_classes_without_samples():
-    x, y = some_tasks()["one"]
-    with pytest.warns(
-        TaskInfoWarning, match="Task 'a' has no samples of some classes from 0 to .*count from 1"
-    ):
-        task_distance({"a": (x, y + 1)}, 1.0, trunk_fn=trunk, training=QUICK, seeds=1)

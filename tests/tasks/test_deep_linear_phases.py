@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from lightning_taskinfo.tasks.deep_linear import simulate_transfer
-from lightning_taskinfo.tasks.phase_diagram import (
+from lightning_taskinfo.tasks.deep_linear import (
     plot_phase_map,
     plot_phase_slices,
     plot_phase_surface,
     simulate_phase_diagram,
+    simulate_transfer,
     transferability,
 )
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lightning_taskinfo.tasks.structure import (
+from lightning_taskinfo.tasks.complexity import (
     Estimate,
     StructureFunction,
     plot_structure_functions,

@@ -22,7 +22,7 @@ def shortly_trained():
     """The reference network of a single epoch, which other tests train too."""
     with pytest.MonkeyPatch.context() as patch:
         short = partial(reference_network, epochs=1)
-        patch.setattr("lightning_taskinfo.cli.embed.reference_network", short)
+        patch.setattr("lightning_taskinfo.cli.tasks.reference_network", short)
         yield
 
 
@@ -126,7 +126,7 @@ def test_wrong_values_end_with_2_and_their_message(argument, message, written, c
 
 def test_a_wrong_task_is_refused_before_the_network_is_trained(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        "lightning_taskinfo.cli.embed.reference_network", lambda **_: pytest.fail("not needed")
+        "lightning_taskinfo.cli.tasks.reference_network", lambda **_: pytest.fail("not needed")
     )
     assert cli.main(["embed", "--tasks=[digits,nothing]", f"--folder={tmp_path / 'new'}"]) == 2
     assert "'nothing' was not found" in capsys.readouterr().err

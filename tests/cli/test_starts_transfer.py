@@ -5,13 +5,11 @@ import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 
 from lightning_taskinfo import cli
 from lightning_taskinfo.cli._parser import current_folder_imported, find
-from lightning_taskinfo.cli.transfer import _wandb
 from lightning_taskinfo.data import save_npz
 from lightning_taskinfo.transfer import TransferReport
 from tests.offline_runs import inspect
@@ -127,16 +125,3 @@ def test_a_backbone_of_the_current_folder_is_found(mine, pair, tmp_path):
 def test_other_processes_find_the_current_folder_too(mine):
     with current_folder_imported(), ProcessPoolExecutor(1, get_context("spawn")) as pool:
         assert pool.submit(find(f"{mine}.ten", "model")).result() == 10
-
-
-def test_weights_and_biases_is_called_by_its_name_or_the_shorter_path(monkeypatch, tmp_path):
-    binary = Path(sys.executable).with_name("wandb")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/wandb")
-    assert _wandb() == "wandb"
-    monkeypatch.setattr("shutil.which", lambda _: None)
-    assert _wandb() == str(binary)
-    monkeypatch.chdir(binary.parent)
-    assert _wandb() == "./wandb"
-    monkeypatch.chdir(binary.parents[1])
-    assert _wandb() == f"{binary.parent.name}/wandb"

@@ -1,0 +1,317 @@
+"""``taskinfo complexity``, ``distance``, ``embed`` and ``phase-diagram``: questions about tasks."""
+
+import math
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_taskinfo._files import make_folder, write_json
+from lightning_taskinfo._progress import counted, shown
+from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo._tables import text_table
+from lightning_taskinfo.cli._own import (
+    Data,
+    Network,
+    Tasks,
+    draw,
+    has_part,
+    log_to,
+    named_tasks,
+    prepared,
+    read_part,
+    started,
+)
+from lightning_taskinfo.data import load_task
+from lightning_taskinfo.plotting import check_picture
+from lightning_taskinfo.tasks import (
+    Task2Vec,
+    embedding_distances,
+    log_embeddings,
+    network_for,
+    plot_difficulty,
+    plot_phase_overview,
+    plot_structure_functions,
+    plot_task_map,
+    reference_network,
+    simulate_phase_diagram,
+    structure_function,
+    task_distance,
+    trunk_for,
+    trunk_of,
+)
+from lightning_taskinfo.tasks.deep_linear import Mode
+from lightning_taskinfo.tasks.embedding import ALPHA, embedding_rows
+
+TWO = ("digits", "digits:random-labels")
+FIVE = ("digits", "digits:even-odd", "digits:small-large", "digits:inverted", "letters")
+
+
+def complexity(
+    tasks: Tasks | None = None,
+    data: Data | None = None,
+    model: Network | None = None,
+    checkpoint: Path | None = None,
+    folder: Path = Path("complexity"),
+    max_samples: int = 1000,
+    size: int = 8,
+    width: int = 32,
+    **options: Any,
+) -> str:
+    """Trace the structure function of tasks: how much loss a nat in the weights of a network buys.
+
+    Args:
+        tasks: What to measure: digits, letters, an npz file or a folder of idx files, several with
+            + in between; and behind colons even-odd, small-large, inverted, random-labels,
+            one-<class> or only-<class>-<class>…. Or data modules of your own, by name:
+            ``{a: {class_path: my_package.Data, init_args: {…}}}``. Digits with true and with random
+            labels where neither this nor ``data`` is given.
+        data: One more task: import path of your LightningDataModule, whose arguments follow,
+            ``--data.batch_size 32``.
+        model: Import path of your LightningModule or network, which returns scores; its arguments
+            follow, ``--model.width 64``. A small network with two hidden layers where not given.
+        checkpoint: Weights that the network starts from, and that the prior is centred at.
+        folder: Folder for complexity.json, complexity.png and what an interrupted call continues
+            from.
+        max_samples: At most this many samples of each task; complexities are comparable at equal
+            numbers only.
+        size: Height and width of the embedded digits and letters, 8 or 28.
+        width: Neurons of each hidden layer, where the network is not your own.
+        **options: Arguments of :func:`lightning_taskinfo.structure_function`.
+
+    Returns:
+        A table: price, information in the weights and loss for each task, and the critical prices.
+
+    Raises:
+        ValueError: If an argument is outside its domain, or the folder holds another measurement.
+    """
+    seed = options["seed"]
+    named = named_tasks(tasks, data, TWO)
+    samples = prepared(named, max_samples=max_samples, size=size, seed=seed)
+    curves = []
+    for name, task in samples.items():
+        network = network_for(task, width) if model is None else partial(started, model, checkpoint)
+        inside = folder / re.sub("[:/]", "_", name)
+        curve = structure_function(network, task.data, name=name, folder=inside, **options)
+        curves.append(curve)
+    picture = folder / "complexity.png"
+    draw(picture, plot_structure_functions(curves))
+    numbers = folder / "complexity.json"
+    write_json(numbers, [curve.to_dict() for curve in curves])
+    tables = [f"{curve.name}, {curve.samples} samples\n{curve}\n" for curve in curves]
+    return "\n".join([*tables, str(picture), str(numbers)])
+
+
+def distance(
+    tasks: Tasks | None = None,
+    data: Data | None = None,
+    model: Network | None = None,
+    checkpoint: Path | None = None,
+    head: str | None = None,
+    folder: Path = Path("distance"),
+    beta: float = 0.1,
+    max_samples: int = 1000,
+    size: int = 8,
+    width: int = 32,
+    workers: int | None = None,
+    **options: Any,
+) -> str:
+    """Measure the distance from each task to each other: what a network must learn in addition, in nats.
+
+    Args:
+        tasks: What to compare: digits, letters, an npz file or a folder of idx files, several with
+            + in between; and behind colons even-odd, small-large, inverted, random-labels,
+            one-<class> or only-<class>-<class>…. Or data modules of your own, by name:
+            ``{a: {class_path: my_package.Data, init_args: {…}}}``. Five tasks of digits and letters
+            where neither this nor ``data`` is given.
+        data: One more task: import path of your LightningDataModule, whose arguments follow,
+            ``--data.batch_size 32``.
+        model: Import path of your LightningModule or network; its arguments follow,
+            ``--model.width 64``. All tasks share it but for its head. A small network with two
+            hidden layers where not given.
+        checkpoint: Weights that the network starts from, and that the prior is centred at.
+        head: Name of the layer of your network that gives way to each task's own head; the last
+            ``nn.Linear`` where not given.
+        folder: Folder for distance.json, distance.png and what an interrupted call continues from.
+        beta: Price of a nat, beside the sum of the loss of the task that is known.
+        max_samples: At most this many samples of each task.
+        size: Height and width of the embedded digits and letters, 8 or 28.
+        width: Neurons of each hidden layer, where the network is not your own.
+        workers: Processes; one per core where not given, 0 for this one alone.
+        **options: Arguments of :func:`lightning_taskinfo.task_distance`.
+
+    Returns:
+        A table of distances with standard errors over seeds.
+
+    Raises:
+        ValueError: If an argument is outside its domain, or the folder holds another measurement.
+    """
+    named = named_tasks(tasks, data, FIVE)
+    samples = prepared(named, max_samples=max_samples, size=size)
+    shapes = {tuple(task.inputs.shape[1:]) for task in samples.values()}
+    if len(shapes) != 1:
+        raise ValueError(f"`tasks` must have inputs of one shape, got {sorted(shapes)}.")
+    if model is None:
+        trunk_fn = trunk_for(next(iter(samples.values())), width)
+    else:
+        trunk_fn = trunk_of(partial(started, model, checkpoint), head)
+    matrix = task_distance(
+        {name: task.data for name, task in samples.items()},
+        beta,
+        trunk_fn=trunk_fn,
+        workers=workers,
+        folder=folder / options["method"],
+        **options,
+    )
+    picture = folder / "distance.png"
+    draw(picture, matrix.plot())
+    numbers = folder / "distance.json"
+    write_json(numbers, matrix.to_dict())
+    return f"{matrix}\n{picture}\n{numbers}"
+
+
+def embed(
+    tasks: Tasks | None = None,
+    data: Data | None = None,
+    model: Network | None = None,
+    checkpoint: Path | None = None,
+    folder: Path = Path("embeddings"),
+    alpha: float = ALPHA,
+    project: str | None = None,
+    **options: Any,
+) -> str:
+    """Embed tasks by the Fisher information of a network, draw them on a map, and name the nearest source of each.
+
+    Args:
+        tasks: Names of embedded data (digits, letters), npz files or idx folders, each alone or
+            with a variant behind a
+            colon: even-odd, small-large, inverted, random-labels, a choice of classes like
+            only-0-1-7, or one class like one-3. Or data modules of your own, by name:
+            ``{a: {class_path: my_package.Data, init_args: {…}}}``. Five tasks of digits and letters
+            where neither this nor ``data`` is given.
+        data: One more task: import path of your LightningDataModule, whose arguments follow,
+            ``--data.batch_size 32``.
+        model: The network: import path of your LightningModule or network, which returns scores; its
+            arguments follow, ``--model.width 64``. A small network trained on digits and letters
+            where not given.
+        checkpoint: Its weights. Those kept in it are the defaults of the model's arguments.
+        folder: Folder of the results: embeddings.json, an npz file per task, task_map.png and, where
+            a task has test samples, difficulty.png.
+        alpha: How much the complexity of a source speaks for it; 0 for the symmetric distance.
+        project: Also log figures and tables to this project of Weights & Biases.
+        **options: Arguments of :class:`lightning_taskinfo.Task2Vec`.
+
+    Returns:
+        A table of the tasks with norm, test error and nearest source.
+
+    Raises:
+        ValueError: If an argument is outside its domain, or the network does not take the inputs of a
+            task.
+    """
+    seed = options["seed"]
+    loaded = {}
+    for name, one in named_tasks(tasks, data, FIVE).items():
+        loaded[name] = _both_parts(one, seed)  # refused before anything is trained or written
+    network = reference_network(seed=seed) if model is None else started(model, checkpoint)
+    embedder = Task2Vec(network, **options)
+    with shown(True, "embed", len(loaded)) as tell:
+        turns = counted(list(loaded), len(loaded), tell, "tasks")
+        embeddings = [embedder.embed(name=name, **loaded[name]) for name in turns]
+    rows = embedding_rows(embeddings, alpha=alpha)
+    make_folder(folder)
+    tasks_with_vectors = []
+    for row, embedding in zip(rows, embeddings, strict=True):
+        name = re.sub(r"[^A-Za-z0-9.+-]", "_", embedding.name)
+        embedding.save(folder / f"{name}.npz")
+        vector = {
+            "vector": embedding.vector.tolist(),
+            "layers": dict(zip(embedding.layers, embedding.sizes, strict=True)),
+            "layer_norms": embedding.layer_norms,
+        }
+        tasks_with_vectors.append(row | vector)
+    numbers = {
+        "probe": embedder.fingerprint,
+        "labels": embedder.labels,
+        "alpha": alpha,
+        "tasks": tasks_with_vectors,
+        "symmetric_distances": embedding_distances(embeddings).tolist(),
+        "distances_from_row_to_column": embedding_distances(embeddings, alpha=alpha).tolist(),
+    }
+    write_json(folder / "embeddings.json", numbers)
+    draw(folder / "task_map.png", plot_task_map(embeddings))
+    if not all(math.isnan(embedding.test_error) for embedding in embeddings):
+        draw(folder / "difficulty.png", plot_difficulty(embeddings))
+    config = {"tasks": list(loaded), "alpha": alpha}
+    log_to(project, config, lambda run: log_embeddings(run, embeddings, alpha=alpha))
+    cells = []
+    for row in rows:
+        cells.append(
+            [
+                row["task"],
+                str(row["classes"]),
+                f"{row['norm']:.4g}",
+                f"{row['test_error']:.4f}",
+                row.get("nearest_source", "(no other)"),
+                f"{row.get('distance', math.nan):.4f}",
+            ]
+        )
+    columns = ["task", "classes", "norm", "test error", "nearest source", "distance"]
+    return f"{text_table(columns, cells)}\n{folder}"
+
+
+def _both_parts(data: Data, seed: int) -> dict[str, Any]:
+    """Return training and test samples of a task."""
+    if isinstance(data, str):
+        return {"data": load_task(data, seed=seed)}
+    test = read_part(data, "test") if has_part(data, "test") else None
+    return {"data": read_part(data, "train"), "test": test}
+
+
+def phase_diagram(
+    mode: Mode = "linear",
+    sigma: float = 0.2,
+    out: Path = Path("phase_diagram.png"),
+    angles: int = 5,
+    gammas: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 1.5, 2.0),
+    seed: int = 0,
+    **options: Any,
+) -> str:
+    """Draw when transfer hurts a deep linear network: surface, signed map, and slices with simulated points.
+
+    Args:
+        mode: What is transferred: the features under a new last layer, or all layers.
+        sigma: Standard deviation of the label noise.
+        out: Where the figure is written; the suffix decides its format.
+        angles: Number of angles between source and target that are simulated, evenly from 0 to 90
+            degrees.
+        gammas: Numbers of target samples per input dimension that are simulated.
+        seed: Seed of the simulation.
+        **options: Arguments of :func:`lightning_taskinfo.tasks.simulate_phase_diagram`.
+
+    Returns:
+        A table of the simulated and the predicted gains over training from scratch.
+
+    Raises:
+        ValueError: If an argument is outside its domain.
+    """
+    check_counts(angles=angles)
+    check_picture("out", out)
+    simulated = simulate_phase_diagram(
+        mode,
+        torch.linspace(0, torch.pi / 2, angles, dtype=torch.float64),
+        torch.tensor(gammas, dtype=torch.float64),
+        sigma,
+        generator=torch.Generator().manual_seed(seed),
+        **options,
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draw(out, plot_phase_overview(simulated))
+    rows = []
+    for a, theta in enumerate(simulated.theta.rad2deg().tolist()):
+        for g, gamma in enumerate(simulated.gamma.tolist()):
+            gains = (simulated.mean, simulated.standard_error, simulated.theory)
+            found = [f"{gain[a, g]:.4f}" for gain in gains]
+            rows.append([f"{theta:.1f}", f"{gamma:.3f}", *found])
+    return f"{text_table(['theta_deg', 'gamma', 'gain', 'error', 'theory'], rows)}\n{out}"
