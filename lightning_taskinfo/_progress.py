@@ -1,22 +1,24 @@
-"""How far a long call is: a bar where somebody looks, or a function of the user's."""
+"""How far a long call is: a bar where somebody looks, now and then a line elsewhere, or a function of the user's."""
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias, TypeVar
 
 Progress: TypeAlias = Callable[[int, int, str], None]
 Item = TypeVar("Item")
+PAUSE = 10.0  # seconds between two lines
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"  # how many a second says nothing here
 
 
 @contextmanager
 def shown(progress: Progress | bool, title: str, total: int) -> Iterator[Progress]:
-    """Yield what is to be called with the number done, the total and a label; a new total starts the bar anew.
+    """Yield what is to be called with the number done, the total and a label.
 
     Args:
-        progress: ``True`` for a bar on standard error if that is a terminal or a notebook,
-            ``False`` for nothing, or the function itself.
+        progress: ``True`` for a bar on standard error if that is a terminal or a notebook, and
+            otherwise for a line every ten seconds and a last one; ``False`` for nothing, or the function itself.
         title: What is going on.
         total: How much there is to do, at first.
 
@@ -27,10 +29,18 @@ def shown(progress: Progress | bool, title: str, total: int) -> Iterator[Progres
     """
     if not isinstance(progress, bool):
         yield progress
-        return
-    if not progress or not visible():
+    elif not progress:
         yield silent
-        return
+    elif visible():
+        with bar(title, total) as draw:
+            yield draw
+    else:
+        yield lines(title)
+
+
+@contextmanager
+def bar(title: str, total: int) -> Iterator[Progress]:
+    """Yield a function that draws a bar on standard error; a new total starts it anew."""
     from tqdm.auto import tqdm
 
     with tqdm(desc=title, total=total, leave=False, dynamic_ncols=True, bar_format=BAR) as drawn:
@@ -44,6 +54,21 @@ def shown(progress: Progress | bool, title: str, total: int) -> Iterator[Progres
             drawn.update(done - drawn.n)
 
         yield update
+
+
+def lines(title: str) -> Progress:
+    """Return a function that writes a line to standard error: one in :data:`PAUSE` seconds, and where all is done."""
+    last = time.monotonic()
+    open_end = False  # whether the last line says that there is more to do
+
+    def write(done: int, total: int, label: str) -> None:
+        nonlocal last, open_end
+        if time.monotonic() - last >= PAUSE or (open_end and done == total):
+            last = time.monotonic()
+            open_end = done < total
+            sys.stderr.write(f"[{done}/{total}] {title} {label}\n")
+
+    return write
 
 
 def counted(items: Iterable[Item], total: int, progress: Progress, label: str) -> Iterator[Item]:

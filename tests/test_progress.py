@@ -1,5 +1,7 @@
 """A bar where somebody looks, nothing where nobody does, and what a user's own function is told."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -78,9 +80,27 @@ def test_nothing_on_request(call, terminal, capsys):
 
 
 @all_calls
-def test_nothing_where_nobody_looks(call, capsys):
+def test_nothing_of_short_calls_where_nobody_looks(call, capsys):
     call(True)
     assert capsys.readouterr().err == ""
+
+
+@all_calls
+def test_a_line_now_and_then_where_nobody_looks(call, capsys, monkeypatch):
+    monkeypatch.setattr("lightning_taskinfo._progress.PAUSE", 0.0)
+    call(True)
+    told = [f"[{done}/{total}] {call.__name__[3:]} {label}" for done, total, label in TOLD[call]]
+    assert capsys.readouterr().err.splitlines() == told
+
+
+def test_lines_end_where_all_is_done(capsys, monkeypatch):
+    clock = iter([0, 11, 11, 12, 13, 13])  # at first, and at each look and line
+    time = SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr("lightning_taskinfo._progress.time", time)
+    with shown(True, "work", 3) as tell:
+        for done in (1, 2, 3):
+            tell(done, 3, "all")
+    assert capsys.readouterr().err.splitlines() == ["[1/3] work all", "[3/3] work all"]
 
 
 def test_a_bar_follows_what_it_is_told_and_starts_anew_with_a_new_total(terminal, capsys):

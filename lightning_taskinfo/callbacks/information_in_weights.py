@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from textwrap import shorten
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,6 +34,7 @@ Start = str | Mapping[str, Tensor]
 Parts = dict[str, InformationTerms]  # by name of the weight
 AUTO_STDS = tuple(10 ** (j / 4) for j in range(-12, 5))  # 0.001 to 10
 PARTS = 2  # of the samples, one for each noise in turn
+NAMED = 5  # weights that a message names
 TRUSTED = (0.5, 2.0)  # measured over quadratic expected loss
 
 
@@ -156,8 +156,11 @@ def checked_center(start: str | os.PathLike[str] | Mapping[str, Tensor]) -> Star
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return the first of some names."""
-    return shorten(", ".join(names), 80)
+    """Return the first names, and how many more there are."""
+    every = list(names)
+    more = len(every) - NAMED
+    first = ", ".join(every[:NAMED])
+    return f"{first} and {more} more" if more > 0 else first
 
 
 class _Observed(NamedTuple):
@@ -439,12 +442,20 @@ class InformationInWeights(CenteredProbe):
             **super().state_dict(),
             "chosen": self._chosen,
             "direction": self._direction,
+            "prior": (self.prior_std, self.beta),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._chosen = state_dict["chosen"]
         self._direction = state_dict["direction"]
+        before = tuple(state_dict["prior"])
+        now = (self.prior_std, self.beta)
+        if before != now:
+            warn(
+                f"{self.state_key} goes on with `prior_std` and `beta` {now}, and its history was measured with "
+                f"{before}: the two parts do not compare."
+            )
 
 
 @dataclass

@@ -13,6 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lightning_taskinfo._ranges import check_not_negative
+from lightning_taskinfo._warn import warn
+from lightning_taskinfo.functional.likelihood import look_like_probabilities
 
 Ramp = Literal["constant", "linear", "sigmoid"]
 
@@ -88,6 +90,8 @@ class Regularizer(nn.Module):
         tensor(2.)
     """
 
+    _looked = False  # at the first call's arguments, for what goes wrong without an error
+
     def __init__(self, weight: Weight, *, argument: str = "weight") -> None:
         super().__init__()
         if not isinstance(weight, WeightSchedule):
@@ -106,6 +110,18 @@ class Regularizer(nn.Module):
         if not weight:
             return objective.new_zeros(())  # without a graph
         return weight * objective
+
+    def first_look(self, outputs: Tensor) -> bool:
+        """Whether this is the first call; outputs that look like probabilities are warned about in it."""
+        if self._looked:
+            return False
+        self._looked = True
+        if look_like_probabilities(outputs):
+            warn(
+                "`outputs` should be logits, got what looks like probabilities: rows without negative values that sum "
+                "to 1. Leave the softmax out, or pass the logarithms."
+            )
+        return True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Regularizer":
         """Follow to other devices, but keep the precision: ``precision="bf16-true"`` is meant for the network."""

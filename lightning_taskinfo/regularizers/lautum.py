@@ -15,6 +15,8 @@ from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional.gaussian import lautum_from_correlations
 from lightning_taskinfo.regularizers import _base
 
+_FEWEST = 8  # samples of a batch whose scale is looked at
+_FAR = 100.0  # times the expected variance is too far, and so is its inverse
 _FACTORED = 4096  # inputs up to which their covariance is formed and factored
 Batches: TypeAlias = Callable[[], Iterator[Tensor]]
 """Gives a new iterator over flat inputs ``[B, D]`` each time it is called."""
@@ -164,6 +166,7 @@ class Lautum(_base.Regularizer):
         buffers = (self.mean, self.samples, self.whitener, self.scales, self.effective_dim)
         for buffer, value in zip(buffers, (mean, samples, *factors), strict=True):
             buffer.copy_(value)
+        self._looked = False
         if samples < 2 * self.effective_dim:
             warn(
                 f"{int(samples)} samples for {float(self.effective_dim):.0f} directions of the inputs: correlations "
@@ -210,6 +213,9 @@ class Lautum(_base.Regularizer):
             if self.proxy == "jacobian":
                 w = self._gradients(inputs, outputs, epoch)
             w = w - w.mean(0)  # [B, K]
+            if self.first_look(outputs):
+                some = x[:64]
+                _warn_of_scale(some @ self.whitener.T if self.whole else some, self.effective_dim)
             local = _covariances(x, w.detach())
             averages = self._averages(local)
             if _finite(*local, *averages):
@@ -300,6 +306,22 @@ class Lautum(_base.Regularizer):
         squared = torch.linalg.eigvalsh(symmetric) * fewer
         largest = (1 - self.shrinkage) ** 2
         return lautum_from_correlations(squared.clamp(max=1.0) * largest)
+
+
+def _warn_of_scale(whitened: Tensor, effective_dim: Tensor) -> None:
+    """Warn if the variance of a batch ``[B, r]`` is 100 times, or a hundredth of, what the fit expects."""
+    apart = (whitened - whitened[0]).abs().max()
+    copies = apart <= 1e-5 * whitened.abs().max()  # of one input, but for rounding
+    if len(whitened) < _FEWEST or copies:
+        return
+    # Around the batch's own mean: black images are not far from what images of bytes are like, as a
+    # whole.
+    ratio = float(whitened.var(0).sum() / effective_dim)  # NaN where the fit saw constants
+    if ratio > _FAR or ratio < 1 / _FAR:
+        warn(
+            f"`inputs` must be on the scale of what `fit_inputs` was given, got {ratio:.2g} times its variance: the "
+            "penalty means nothing then. Fit what the network is trained on, transforms included."
+        )
 
 
 def _covariances(x: Tensor, w: Tensor) -> Pair:

@@ -102,6 +102,7 @@ class TemporalEnsembling(Regularizer):
             ValueError: If shapes are wrong, or ``index`` is not of whole numbers or out of range.
         """
         check_rows("outputs", outputs, [self.num_outputs], minimum=1)
+        self.first_look(outputs)
         index = torch.as_tensor(index, device=self.average.device)
         whole = not index.is_floating_point() and index.dtype != torch.bool
         if not whole or index.shape != outputs.shape[:1]:

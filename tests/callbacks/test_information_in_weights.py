@@ -462,3 +462,12 @@ def test_another_module_is_measured_from_its_own_start(tmp_path, loader):
         fit(tmp_path, mine, model=deepcopy(second), loader=loader)
     fit(tmp_path, fresh, model=second, loader=loader)
     assert mine.history[-1]["information_nats"] == fresh.history[-1]["information_nats"]
+
+
+def test_a_history_of_another_prior_is_told():
+    states = InformationInWeights(prior_std=0.1).state_dict()
+    InformationInWeights(prior_std=0.1).load_state_dict(states)
+    with pytest.warns(
+        TaskInfoWarning, match=r"goes on with .* \(0.5, 1.0\), .* measured with \(0.1, 1.0\)"
+    ):
+        InformationInWeights(prior_std=0.5).load_state_dict(states)
