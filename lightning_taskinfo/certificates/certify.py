@@ -163,6 +163,8 @@ def certify(
         nonvacuous generalization bounds for deep (stochastic) neural networks*, UAI 2017.
     """
     prior = prior or Prior()
+    if not isinstance(prior, Prior):
+        raise TypeError(f"`prior` must be a Prior or None, got a {type(prior).__name__}.")
     check_word("theorem", theorem, Theorem)
     check_word("interval", interval, Interval)
     check_choices(delta, draws, betas, delta_draws=delta_draws, delta_network=delta_network)

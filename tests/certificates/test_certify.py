@@ -411,6 +411,8 @@ def test_samples_that_influence_each_other_through_a_forward_of_its_own_are_foun
 
 def test_refuses_data_that_do_not_fit(trained, data, prior):
     x, y = data
+    with pytest.raises(TypeError, match="`prior` must be a Prior or None, got a Sequential"):
+        certify(trained, data, deepcopy(trained))
     wide = nn.Sequential(
         *[nn.Linear(x.shape[1], 99) if i == 0 else part for i, part in enumerate(trained)]
     )

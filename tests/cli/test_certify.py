@@ -376,7 +376,7 @@ def test_a_centre_that_is_not_one(folder, capsys, name):
         ),
         (
             ["--data=many.npz"],
-            "targets of `data` must be classes from 0 to 2, as `model` returns 3 scores, got ",
+            "a certificate needs targets from 0 to 2, as `model` returns 3 logits, got ",
         ),
         (
             ["--data=nothing"],

@@ -267,7 +267,7 @@ class Two(nn.Linear):
             lambda: nn.Linear(4, 3),
             torch.arange(16) // 4,
             "categorical",
-            r"`targets` must lie in \[0, 3\) .* from 0 to 3",
+            r"`targets` must lie in \[0, 3\) .* got 3",
         ),
         (
             lambda: nn.Linear(4, 2),

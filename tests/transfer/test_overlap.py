@@ -273,7 +273,7 @@ def test_refuses_a_rising_curve_and_a_wrong_confidence():
             ONE.onset(curve)
     for confidence in (0.0, 1.0):
         with pytest.raises(
-            ValueError, match=f"`confidence` must be between 0 and 1, got {confidence}"
+            ValueError, match=f"`confidence` must be in \\(0, 1\\), got {confidence}"
         ):
             ONE.interval(confidence)
 
