@@ -454,6 +454,7 @@ class Prover:
         self.signs = signs.to(*where)
         self.factors = factors.to(*where)
         self.eps = max(torch.finfo(kind).eps for kind in kinds)
+        self.unsure: set[int] = set()  # operations whose rows may be others in another batch
 
     def plan(self) -> Plan:
         """Return what can be shown."""
@@ -461,6 +462,7 @@ class Prover:
         mixed, silent = self._mixed([*graph.uses(set())])
         for _ in range(self.rounds):
             uses = graph.uses(mixed)
+            self.unsure = set()
             rows = self._rows([*uses])
             failed = uses.keys() - rows.keys()
             if not failed:
@@ -470,7 +472,7 @@ class Prover:
         plan = Plan.of(graph, self.samples, uses, rows, unshown)
         behind = graph.behind(rows)
         moving = any(MOVE_ROWS.search(graph.kind(number)) for number in behind)
-        open_ends = behind & mixed or (behind | {*rows}) & silent
+        open_ends = behind & mixed or (behind | {*rows}) & silent or self.unsure
         plan.lasting = not (moving or open_ends or unshown) and self._independent(mixed)
         return plan
 
@@ -571,13 +573,14 @@ class Prover:
         scaled = self._backward(numbers, self.factors)
         found: dict[int, Rows] = {}
         for number, b, c in zip(numbers, plain, scaled, strict=True):
-            rows = Rows(index=nobody) if b is None or c is None else self._rows_of(b, c)
+            rows = Rows(index=nobody) if b is None or c is None else self._rows_of(number, b, c)
             if rows is not None:
                 found[number] = rows
         return found
 
     def _rows_of(
         self,
+        number: int,
         plain: Tensor,
         scaled: Tensor,
     ) -> Rows | None:
@@ -590,7 +593,10 @@ class Prover:
             rows = way.rows_first(plain)
             samples = self._samples(rows, way.rows_first(scaled), floor)
             if samples is not None:
-                return self._in_order(samples, way)
+                found, sure = self._in_order(samples, way)
+                if not sure:
+                    self.unsure.add(number)
+                return found
         return None
 
     def _samples(
@@ -623,17 +629,28 @@ class Prover:
         self,
         samples: Tensor,
         way: Rows,
-    ) -> Rows:
-        """Return the rows in the order of the samples if they have it, otherwise by their numbers."""
+    ) -> tuple[Rows, bool]:
+        """Return the rows of each sample, and whether they are the same ones in another batch.
+
+        Rows without a gradient, as behind a mask, tell nothing. Whatever they are taken for is right for this batch.
+        For another one their samples must follow from the others': all samples have rows, one after the other or in
+        turns, and only one of these two orders fits.
+        """
         n, count = self.samples, len(samples)
         known = samples >= 0
         if count and count % n == 0:
             repeat = count // n
-            in_turn = torch.arange(count, device=samples.device) // repeat
-            if torch.equal(samples[known], in_turn[known]):
-                return replace(way, repeat=repeat)
+            numbers = torch.arange(count, device=samples.device)
+            in_blocks = torch.equal(samples[known], (numbers // repeat)[known])
+            in_turns = torch.equal(samples[known], (numbers % n)[known])
+            every_one = len(samples[known].unique()) == n
+            sure = every_one and (repeat == 1 or in_blocks != in_turns)
+            if in_blocks:
+                return replace(way, repeat=repeat), sure
+            if in_turns:
+                return replace(way, repeat=repeat, index=numbers.view(repeat, n).T), sure
         counts = torch.bincount(samples[known], minlength=n).tolist()
         unknown = count - sum(counts)
         rows = samples.argsort(stable=True)[unknown:]  # -1 comes first
         index = pad_sequence(rows.split(counts), batch_first=True, padding_value=count)
-        return replace(way, repeat=index.shape[1], index=index)
+        return replace(way, repeat=index.shape[1], index=index), False

@@ -151,6 +151,73 @@ def test_no_proof_lasts_where_rows_are_moved():
     assert not found.unshown
 
 
+class Padded(nn.Module):
+    """Positions up to a length, which is the first feature; the layer sees them in some order of rows."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, positions, _ = x.shape
+        if self.order == "time first":
+            h = self.a(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (positions, n)).transpose(0, 1)
+        elif self.order == "between":  # rows of (half of the positions, sample, the other half)
+            halves = x.unflatten(1, (2, -1)).transpose(0, 1)  # [2, N, T/2, D]
+            h = self.a(halves.flatten(0, 2)).unflatten(0, halves.shape[:3])
+            h = h.transpose(0, 1).flatten(1, 2)
+        else:
+            h = self.a(x.flatten(0, 1)).unflatten(0, (n, positions))
+        mask = torch.arange(positions) < x[:, 0, :1]
+        return self.c((h.tanh() * mask.unsqueeze(-1)).sum(1))
+
+
+def padded(lengths: list[int]) -> tuple[Tensor, Tensor]:
+    x, y = data(len(lengths))
+    x[:, 0, 0] = torch.tensor(lengths)
+    return x, y
+
+
+@pytest.mark.parametrize("order", ["sample first", "time first", "between"])
+@pytest.mark.parametrize(
+    "first", [[1, 1, 1, 1, 1], [0, 0, 3, 0, 0], [2, 3, 1, 2, 2]], ids=["short", "one", "mixed"]
+)
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_rows_without_a_gradient_in_one_batch_count_in_the_next(order, first, chunk_size):
+    torch.manual_seed(0)
+    model = Padded(order).double()
+    batches = [padded(first), padded([6, 6, 6, 6, 6])]
+    if chunk_size:  # one measurement, whose chunks they are
+        batches = [tuple(torch.cat(part) for part in zip(*batches, strict=True))]
+    for x, y in batches:
+        expected = sum(g.flatten(1).square().sum(1) for g in empirical(model, x, y).values())
+        norms = per_sample_squared_norms(model, x, y, labels="empirical", chunk_size=chunk_size)
+        torch.testing.assert_close(norms, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_proofs_last_for_the_usual_orders_of_rows_though_some_are_masked():
+    x, _ = padded([2, 3, 1, 2, 2])
+    for order, lasting in (("sample first", True), ("time first", True), ("between", False)):
+        assert plan(Padded(order).double(), x).lasting == lasting, order
+
+
+def test_no_proof_lasts_where_two_orders_of_rows_fit():
+    """Of two samples with two rows each, the first and the last row: blocks and turns both fit."""
+    x = torch.randn(2, 2, 4, dtype=torch.float64)
+    x[:, 0, 0] = torch.tensor([1.0, 2.0])  # positions 0 of the one, and 0 and 1 of the other
+    model = Padded("sample first").double()
+    assert plan(model, x).lasting
+
+    class Ends(Padded):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x.flatten(0, 1)).unflatten(0, x.shape[:2]).tanh()
+            mask = torch.eye(2, dtype=x.dtype)[: len(x)]
+            return self.c((h * mask.unsqueeze(-1)).sum(1))
+
+    assert not plan(Ends("sample first").double(), x).lasting
+
+
 def test_signatures_differ_with_operations_and_shapes(model):
     def signature(n: int) -> list:
         return Graph(model(data(n)[0]), trainable_parameters(model)).signature
