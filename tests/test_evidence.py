@@ -88,9 +88,10 @@ def test_a_damaged_line_in_the_middle_is_named(units, tmp_path):
 
 
 def test_no_unit_starts_after_the_time(units, tmp_path, monkeypatch):
-    clock = iter(range(0, 6000, 30))
+    clock = iter(range(0, 6000, 60))
     monkeypatch.setattr(units.time, "monotonic", lambda: float(next(clock)))
-    # Looked at: the start at 0 s, then 30, 60, 90 for the first unit, 120 before the second.
+    monkeypatch.setattr(units, "cpu_seconds", iter((7.0, 37.0)).__next__)
+    # Looked at: the start at 0 s, then 60 before the first unit, 120 before the second.
     calls = []
     rows = run(units, squares(units, calls), tmp_path / "squares.jsonl", minutes=1.5)
     assert calls == [0]
@@ -118,6 +119,23 @@ def test_a_result_is_stored_with_its_verdict(units, tmp_path, monkeypatch):
     assert [row["square"] for row in stored["rows"]] == [0, 1, 4]
     assert "commit" in stored["environment"]
     assert (tmp_path / "results" / "evidence_squares.png").exists()
+
+
+def test_stored_units_are_not_run_again(units, tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "BENCHMARKS", tmp_path)
+    (tmp_path / "results").mkdir()
+    units.main(squares(units, [], planned=2), ["--folder", str(tmp_path / "first"), "--store"])
+    calls = []
+    again = ["--folder", str(tmp_path / "second"), "--from-stored", "--store"]
+    units.main(squares(units, calls), again)
+    assert calls == [2]
+    stored = json.loads((tmp_path / "results" / "evidence_squares.json").read_text())
+    assert [row["square"] for row in stored["rows"]] == [0, 1, 4]
+    with pytest.raises(ValueError, match="--from-stored begins a new --folder"):
+        units.main(squares(units, calls), again)
+    changed = replace(squares(units, calls), units=lambda short: {"x0": {"x": 3, "seed": 0}})
+    units.main(changed, ["--folder", str(tmp_path / "third"), "--from-stored"])
+    assert calls == [2, 3], "other settings are another unit"
 
 
 def test_the_short_version_starts_anew_and_stores_nothing(units, tmp_path, monkeypatch):
