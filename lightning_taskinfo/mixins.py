@@ -122,7 +122,7 @@ class PenaltyMixin(Base):
         self.log_dict(values, on_step=True, on_epoch=False)
         every = self.gradient_ratio_every_n_steps
         step = self.global_step
-        if not every or step == self._ratio_step:
+        if not every or step == self._ratio_step or not self.training:
             return
         due = {}
         for name, penalty in penalties.items():

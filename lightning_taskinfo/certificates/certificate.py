@@ -231,8 +231,9 @@ class Certificate:
         del values["post"]
         values["confidence"] = self.confidence
         for row in values["candidates"]:
-            if row["disagreement"] == math.inf:  # which JSON does not know
-                row["disagreement"] = None
+            for key, value in row.items():
+                if value == math.inf:  # which JSON does not know
+                    row[key] = None
         return values
 
     def to_json(self, **options: Any) -> str:

@@ -190,6 +190,8 @@ def fingerprints(inputs: Any) -> list[bytes]:
     """
     hashes = [hashlib.blake2b(digest_size=16) for _ in range(sample_count(inputs))]
     for tensor in tensors(inputs):
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
         kind = torch.float32 if tensor.is_floating_point() else torch.int64
         values = tensor.detach().cpu().to(kind) + 0  # -0.0 becomes 0.0
         for hashed, row in zip(hashes, values.numpy(), strict=True):

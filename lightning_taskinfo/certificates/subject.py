@@ -250,6 +250,8 @@ def check_scores(
     named = targets if all_targets is None else all_targets
     if error != "class":
         named = named[named != IGNORED]
+    if not len(named):
+        raise ValueError(f"{who} needs labels to count errors by, got none but {IGNORED}.")
     wrong = named[(named < 0) | (named >= C)]
     if len(wrong):
         raise ValueError(

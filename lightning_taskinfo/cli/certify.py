@@ -156,7 +156,8 @@ def _check_size(model: nn.Module, arguments: Mapping[str, Any], inputs: Any) -> 
 def _compare_errors(found: float, n: int, content: Mapping[str, Any]) -> None:
     """Warn where the error is clearly above the one that a Lightning checkpoint was kept for, on other samples."""
     reach = MARGIN + 4 * math.sqrt(found * (1 - found) / n)
-    for state in content.get("callbacks", {}).values():
+    states = content.get("callbacks", {}).values()
+    for state in (state for state in states if isinstance(state, Mapping)):
         name = str(state.get("monitor"))
         kind = re.search("acc|err", name.lower())
         score = state.get("current_score")

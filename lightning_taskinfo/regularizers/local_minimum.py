@@ -111,7 +111,12 @@ class LocalMinimumRegularizer(Regularizer):
         Raises:
             ValueError: If weights are in half precision, the batch has fewer samples than parts, the loss is no scalar,
                 or ``learning_rate`` is missing.
+            TypeError: If ``loss_fn`` is no function.
         """
+        if not callable(loss_fn):
+            raise TypeError(
+                f"`loss_fn` must be a function of a batch, got {type(loss_fn).__name__}."
+            )
         parameters = trainable_parameters(model)
         if not parameters:
             raise ValueError("`model` must have trainable parameters, got none.")

@@ -27,6 +27,7 @@ from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._wandb import log_once
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.certificates.samples import Data, read_pair
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
@@ -391,7 +392,7 @@ def task_distance(
         likelihood=as_likelihood(likelihood),
         training=training or Training(),
     )
-    data = [read_pair(task, argument=f"tasks[{name!r}]") for name, task in tasks.items()]
+    data = [_read(name, task) for name, task in tasks.items()]
     for task in data:  # here and now, where an error is seen as it is
         settings.of([task], seeds[0]).fit().check()
     if folder is not None:
@@ -562,3 +563,14 @@ def _laplace(
 
 
 SOLVERS = {"variational": _variational, "laplace": _laplace}
+
+
+def _read(name: str, task: Data) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of a task."""
+    inputs, targets = read_pair(task, argument=f"tasks[{name!r}]")
+    found = targets.unique()
+    if not targets.is_floating_point() and len(found) and len(found) <= found.max():
+        warn(
+            f"Task {name!r} has no samples of some classes from 0 to {int(found.max())}; do its labels count from 1?"
+        )
+    return inputs, targets

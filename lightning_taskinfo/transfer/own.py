@@ -110,7 +110,8 @@ class Own(Recipe):
             self.title = f"{type(module).__name__} from {', '.join(starts)}"
             classes, fingerprint = self.target.labels()
             if classes is not None and not classes.is_floating_point():
-                self._check_range(classes, module)
+                for start in {start.make: start for start in self.starts.values()}.values():
+                    self._check_range(classes, start.module(0))
             elif certify:
                 rule = "`certify` must go with one class for each sample"
                 raise ValueError(f"{rule}, got targets that are none.")

@@ -39,3 +39,11 @@ def test_inputs_that_are_equal_by_chance_are_told_and_not_refused(seed):
     assert "of 1000 inputs of `unlabelled`" in note
     with pytest.raises(ValueError, match=r"`unlabelled` .*got 200 of 200"):
         check_fresh("unlabelled", used.flip(0), used, "the certified samples")
+
+
+def test_complex_inputs_are_told_apart_by_both_parts():
+    x = torch.complex(torch.rand(4, 3), torch.rand(4, 3))
+    assert fingerprints(x) == fingerprints(x.clone())
+    assert not {*fingerprints(x)} & {*fingerprints(x.conj())}
+    with pytest.raises(ValueError, match="`unlabelled`"):
+        check_fresh("unlabelled", x, x, "the certified samples")

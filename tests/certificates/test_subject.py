@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_taskinfo.certificates import Prior, certify
-from lightning_taskinfo.certificates.subject import differences, predictions
+from lightning_taskinfo.certificates.subject import check_scores, differences, predictions
 from lightning_taskinfo.functional.tail_bounds import betting_upper_bound
 from tests.certificates.conftest import fit
 
@@ -135,3 +135,10 @@ def test_labels_beyond_the_scores_are_refused(tagged):
     model, (tokens, labels), prior = tagged
     with pytest.raises(ValueError, match=r"needs targets from 0 to 1, .*got 2"):
         certify(model, (tokens, labels.clamp(min=0) * 2), prior, error="token", **QUICK)
+
+
+@pytest.mark.parametrize("error", ["token", "sequence"])
+def test_labels_that_all_do_not_count_prove_nothing(error):
+    targets = torch.full((4, 3), -100)
+    with pytest.raises(ValueError, match="needs labels to count errors by, got none but -100"):
+        check_scores(error, torch.randn(4, 3, 5), targets)

@@ -254,3 +254,10 @@ def test_refuses_a_function_whose_loss_is_no_scalar(change, found):
         ValueError, match=rf"`loss_fn\(part\)` must be a scalar tensor, got {found}"
     ):
         LocalMinimumRegularizer(parts=3, start=0)(net, lambda part: change(loss_fn(part)), batch)
+
+
+@pytest.mark.parametrize("start", [0, 5])  # also where the penalty is not due yet
+def test_refuses_a_loss_in_place_of_its_function(start):
+    net, batch, loss_fn = problem()
+    with pytest.raises(TypeError, match="`loss_fn` must be a function of a batch, got Tensor"):
+        LocalMinimumRegularizer(start=start)(net, loss_fn(batch), batch)

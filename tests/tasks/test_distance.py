@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.likelihood import Categorical, Gaussian
 from lightning_taskinfo.tasks.distance import DistanceMatrix, MultiHead, Union, solve, task_distance
@@ -395,3 +396,11 @@ def test_a_function_that_does_not_travel_for_other_reasons_is_named_too(argument
 def test_names_the_task_whose_data_are_wrong(tasks, match):
     with pytest.raises(ValueError, match=match):
         task_distance(tasks, 1.0, trunk_fn=trunk, training=QUICK)
+
+
+def test_warns_of_classes_without_samples():
+    x, y = some_tasks()["one"]
+    with pytest.warns(
+        TaskInfoWarning, match="Task 'a' has no samples of some classes from 0 to .*count from 1"
+    ):
+        task_distance({"a": (x, y + 1)}, 1.0, trunk_fn=trunk, training=QUICK, seeds=1)

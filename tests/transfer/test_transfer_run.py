@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo._files import read_tensors
 from lightning_taskinfo.transfer import TransferReport, transfer
-from lightning_taskinfo.transfer.ready import Stages
+from lightning_taskinfo.transfer.ready import Stages, _check_used
 from lightning_taskinfo.transfer.run import _seeds, _whole_numbers
 from tests.ranks import forked
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task, tiny_trials
@@ -390,3 +391,11 @@ def test_the_package_can_be_called_as_its_function():
 
     with pytest.raises(TypeError, match=r"^`data` must be a TransferDataModule"):
         package("mlp", "digits")
+
+
+def test_warns_of_a_weight_that_nothing_uses():
+    with pytest.warns(
+        TaskInfoWarning, match="^`weights` of lautum are not used by `methods` standard, mk_mmd"
+    ):
+        _check_used({"lautum": 1.0, "mk_mmd": 0.5}, ["standard", "mk_mmd"])
+    _check_used({"mk_mmd": 0.5}, ["standard", "mk_mmd"])  # warnings are errors

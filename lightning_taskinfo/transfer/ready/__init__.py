@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from lightning_taskinfo._files import read_tensors
 from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive
-from lightning_taskinfo._warn import TaskInfoWarning
+from lightning_taskinfo._warn import TaskInfoWarning, warn
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
 from lightning_taskinfo.transfer import sampling, training
@@ -129,6 +129,7 @@ class Ready(training.Recipe):
         self.seeds = seeds
         self.stages = stages or Stages()
         self.weights = module.all_weights(weights or {})
+        _check_used(weights or {}, self.methods)
         self.namespace = namespace
         self.accelerator = accelerator
         self.backbone = backbone
@@ -358,3 +359,11 @@ def _label_variance(data: TransferDataModule) -> float:
     y: Any = data.target_test.y
     shares = y.bincount(minlength=data.target_classes) / len(y)
     return float(1 - shares.square().sum())
+
+
+def _check_used(weights: Mapping[str, float], methods: Sequence[str]) -> None:
+    """Warn of weights that no method has a use for."""
+    used = {name for method in methods for name in module.parse_method(method)}
+    unused = [name for name in weights if name in module.PENALTIES and name not in used]
+    if unused:
+        warn(f"`weights` of {', '.join(unused)} are not used by `methods` {', '.join(methods)}.")
