@@ -437,3 +437,21 @@ def test_plain_weights_beside_noisy_ones_may_become_noisy():
     assert len([*noisy_weights(net)]) == 4
     with pytest.raises(ValueError, match=r"0.log_variance`: it is already parametrized, as noisy"):
         add_weight_noise(net, parameters=lambda name, _: name.endswith("0.log_variance"))
+
+
+def test_a_layer_that_was_noisy_before_has_one_noise_in_a_forward_of_the_whole():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.inner(x), self.inner(x), self.outer(x)
+
+    model = Twice()
+    add_weight_noise(model.inner, std=1.0)
+    add_weight_noise(model, std=1.0, parameters=lambda name, _: name == "outer.weight")
+    first, second, _ = model(torch.ones(1, 3))
+    assert torch.equal(first, second)
+    again, *_ = model(torch.ones(1, 3))
+    assert not torch.equal(first, again)
