@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from scipy.stats import binomtest
 
 from lightning_taskinfo import Task2Vec
@@ -180,6 +181,19 @@ def test_gains_between_classes_are_averaged_over_numbers_of_labels(script, many,
     expected = (many["lautum"] + few["lautum"]) / 2
     assert found["numbers"]["gains"]["lautum"]["gain"][0] == pytest.approx(expected, abs=0.2)
     assert found["verdict"] == said
+
+
+def test_an_open_verdict_says_how_many_seeds_it_would_take(script):
+    classes = script("semi_supervised_classes")
+    gains = [-2.0, 4.0, -6.0, 5.0, -8.0]  # mean -1.4
+    interval = classes.mean_interval(gains)
+    needed = classes.seeds_to_decide({"gain": interval, "seeds": 5}, 3.0)
+    spread = np.std(gains, ddof=1)
+
+    def upper(n):
+        return np.mean(gains) + stats.t.ppf(0.975, n - 1) * spread / np.sqrt(n)
+
+    assert upper(needed) < 3.0 <= upper(needed - 1)
 
 
 def test_the_search_and_the_cells_of_transfer_share_no_seed(script):

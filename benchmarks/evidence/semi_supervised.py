@@ -14,10 +14,9 @@ source images for 5 epochs, 3,000 unlabelled target images, fine-tuning for 360 
 paper network: seven methods with 50, 100, 200 and 1,000 labels.
 
 The weight of each penalty comes from five values a factor of √10 apart, around the package's default: the one with
-the smallest loss on 20 of 50 labels after fine-tuning on the other 30, mean of seeds 100 and 101 for the small
-network, and seed 100 alone for the paper network, for want of time; the network without batch norm takes the weights
-of that with it, for the same reason. The weights stand in ``CHOSEN`` before the cells are run. Combined methods take
-the weights of their parts.
+the smallest loss on 20 of 50 labels after fine-tuning on the other 30, mean of seeds 100 and 101; the network without
+batch norm takes the weights of that with it, for want of time. The weights stand in ``CHOSEN`` before the cells are
+run. Combined methods take the weights of their parts.
 
 *Why is the baseline better?* Plain fine-tuning on 50 labels with the paper network, accuracy on 1,000 test images
 after 5, 20, 60 and 120 steps: as designed, with a learning rate of 0.0001, in the head only, and all without batch
@@ -41,14 +40,12 @@ other four methods are reported beside it, and do not change it.
 network takes minutes. After a look at the small network (no gain, the smallest weights chosen) and at the baseline
 (without batch norm 17 % and 50 % after 120 steps, with seeds 0 and 1): the network without batch norm as a table of
 its own; five seeds in place of ten for a verdict; the order of the paper network's units; table 3 in a script of its
-own; one pretraining for all numbers of labels (``semi_supervised_training.py`` says why that changes nothing). After
-the first units of the paper network's search, by the time that they took and before a look at their results: one seed
-in that search; the three units of seed 101 that were run are not used.
-
-**Checked afterwards.** When all cells were run, the paper network's search was run with seed 101 as well. On average
-over both seeds it chooses other weights: 0.01 for Lautum, 0.03 for mutual information, 10 for Mk-MMD and 95 for
-Temporal Ensembling. So 20 labels of one seed hardly tell these weights apart, and the cells hold for the weights in
-``CHOSEN`` alone; with those of both seeds they are not run.
+own; one pretraining for all numbers of labels (``semi_supervised_training.py`` says why that changes nothing). The
+paper network's weights were first chosen by seed 100 alone (0.03 for Lautum, 1 for mutual information, 0.1 for Mk-MMD,
+300 for Temporal Ensembling), and all cells were run with these: none of 24 gains was above 0 after Holm, and the
+verdict was *not reproduced, decided* (commit ``6949d00``). When the search was run with seed 101 as well, both seeds
+together chose other weights for all four. So every cell with a penalty is run again with those, in the order above,
+and the first ones count no more; plain fine-tuning, which has no weight, stays.
 """
 
 from pathlib import Path
@@ -94,16 +91,17 @@ TABLES: dict[str, Row] = {
 PLAIN, UNNORMALISED, SMALL = TABLES
 CHOSEN: dict[str, dict[str, float]] = {  # weights of each network, from the searches
     "paper": {
-        "lautum": 0.01 * 10**0.5,
-        "mutual_information": 1.0,
-        "mk_mmd": 0.1,
-        "temporal_ensembling": 300.0,
+        "lautum": 0.01,
+        "mutual_information": 0.1 / 10**0.5,
+        "mk_mmd": 10.0,
+        "temporal_ensembling": 300.0 / 10**0.5,
     },
     "small": {"lautum": 0.001, "mutual_information": 0.01},
 }
 LOOKS = [5, 20, 60, 120]
 WAYS = {"as designed": 1e-3, "at a tenth of the rate": 1e-4, "head only": 1e-3}  # learning rates
 SEEDS = 10
+SEARCH_SEEDS = (100, 101)
 LEAST = 5  # seeds for a verdict
 
 
@@ -130,11 +128,11 @@ class Plan:
             own = {"network": "paper", "kind": "baseline", "seed": seed, "normalised": normalised}
             self.units[name] = self.base | own | (self.least if self.short else {})
 
-    def search(self, table: str, methods: tuple[str, ...], seeds: tuple[int, ...] = (100,)) -> None:
+    def search(self, table: str, methods: tuple[str, ...]) -> None:
         for method in methods:
             for power in (0,) if self.short else range(-2, 3):
                 weight = WEIGHTS[method] * 10 ** (power / 2)
-                for seed in seeds[:1] if self.short else seeds:
+                for seed in SEARCH_SEEDS[:1] if self.short else SEARCH_SEEDS:
                     self._add("search", table, seed, method, 50, {"weight": weight})
 
     def cells(self, table: str, methods: tuple[str, ...], seeds: int, labels: int = 50) -> None:
@@ -167,7 +165,7 @@ def weights_in(chosen: dict[str, float], method: str) -> Row:
 def units(short: bool) -> dict[str, Row]:
     plan = Plan("digits", short=short)
     plan.baseline(0)
-    plan.search(SMALL, FIRST[1:], (100, 101))
+    plan.search(SMALL, FIRST[1:])
     plan.cells(SMALL, FIRST, SEEDS)
     if not short:
         plan.baseline(1)
