@@ -213,7 +213,10 @@ class Probe(Callback, ABC):
         callbacks = self._trainer.callbacks
         alike = [other for other in callbacks if getattr(other, "_way", None) == self._way]
         # Compare the loss of the first batch, once for all of them.
-        self._compares = alike[0] is self and not self._sharded
+        first = (
+            not alike or alike[0] is self
+        )  # there are none where another callback calls this one
+        self._compares = first and not self._sharded
         if self._module is not None and self._module() is not pl_module:
             warn(
                 f"{self.state_key} was used for another module before: its history goes on with this one. "

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from lightning_taskinfo._batches import Reader, read_batch
-from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum
+from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum, TrainStepNorms
 from lightning_taskinfo.callbacks.report import summary
 from lightning_taskinfo.callbacks.source import Source, read_samples
 from tests.callbacks.runs import PROBES, Classifier, Noisy, digits, fit, make_trainer, read_csv
@@ -566,3 +566,31 @@ def test_tensors_are_read_as_they_are_and_a_dataset_with_a_state_from_a_copy():
         assert inputs.flatten().tolist() == [1, 4, 6]
         assert torch.equal(drawn[1:], again), "as the sample's number says"
     assert own.reads == 0
+
+
+def test_another_callback_may_hold_a_probe(tmp_path):
+    class Holder(pl.Callback):
+        def __init__(self) -> None:
+            self.probe = TrainStepNorms()
+
+        def on_fit_start(self, *arguments):
+            self.probe.on_fit_start(*arguments)
+
+        def on_train_start(self, *arguments):
+            self.probe.on_train_start(*arguments)
+
+        def on_train_batch_start(self, *arguments):
+            self.probe.on_train_batch_start(*arguments)
+
+        def on_before_backward(self, *arguments):
+            self.probe.on_before_backward(*arguments)
+
+        def on_train_batch_end(self, *arguments):
+            self.probe.on_train_batch_end(*arguments)
+
+        def on_train_end(self, *arguments):
+            self.probe.on_train_end(*arguments)
+
+    holder = Holder()
+    fit(tmp_path, holder)
+    assert holder.probe.history
