@@ -137,7 +137,7 @@ class CenteredProbe(Probe):
 
 
 def checked_center(start: str | os.PathLike[str] | Mapping[str, Tensor]) -> Start:
-    """Return ``prior_center`` as :class:`Center` takes it: a checkpoint's dict as its weights, and paths as text.
+    """Return ``prior_center`` as a :class:`CenteredProbe` has it: a checkpoint's dict as weights, a path as text.
 
     Raises:
         ValueError: If it is a word or path that is not known, or holds numbers that are not finite.

@@ -111,8 +111,13 @@ def read_inputs(
         given.append(some)
         if isinstance(targets, Tensor):
             labels.append(targets)
-    inputs = joined(given)
-    targets = joined_targets(labels) if labels else None
+    try:
+        inputs = joined(given)
+        targets = joined_targets(labels) if labels else None
+    except RuntimeError as error:
+        raise ValueError(
+            f"`{argument}` must hold samples of one shape, got several: {error}"
+        ) from error
     for values in tensors((inputs, targets)):
         check_finite(argument, values)
     return inputs, targets

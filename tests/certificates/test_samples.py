@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lightning_taskinfo.certificates.samples import check_fresh, fingerprints
+from lightning_taskinfo.certificates import samples
+from lightning_taskinfo.certificates.samples import check_fresh, fingerprints, read_pair
 
 
 def test_equal_rows_have_equal_prints_whatever_holds_them():
@@ -47,3 +48,10 @@ def test_complex_inputs_are_told_apart_by_both_parts():
     assert not {*fingerprints(x)} & {*fingerprints(x.conj())}
     with pytest.raises(ValueError, match="`unlabelled`"):
         check_fresh("unlabelled", x, x, "the certified samples")
+
+
+def test_batches_of_several_shapes_are_refused(monkeypatch):
+    monkeypatch.setattr(samples, "BATCH", 1)
+    data = [(torch.zeros(size), 0) for size in (2, 3, 2)]
+    with pytest.raises(ValueError, match="`data` must hold samples of one shape, got several"):
+        read_pair(data, argument="data")
