@@ -243,7 +243,7 @@ def at_width(
     rows = []
     for number in range(DRAWS // 2):
         noise = standard_noise(dict(model.named_parameters()), seed_from(seed, number))
-        rows.append(losses_with_noise(model, loss, family.shaped(prior_std), noise))
+        rows.append(losses_with_noise(model, loss, family.draw(prior_std), noise))
     pairs = torch.tensor(rows, dtype=torch.float64).mean(1)
     (by_weight,) = family.terms([prior_std])
     terms = added(by_weight.values())

@@ -533,7 +533,7 @@ class _Trials:
             return self.samples.losses(model, some).sum().item()
 
         noise = self.kept.noise(number, self.observed.moved)
-        losses = losses_with_noise(model, loss, self.family.shaped(std), noise)
+        losses = losses_with_noise(model, loss, self.family.draw(std), noise)
         return fmean(losses) - self.observed.losses[some].sum().item()
 
 

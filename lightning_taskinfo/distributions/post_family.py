@@ -12,6 +12,7 @@ from lightning_taskinfo._random import seed_from
 from lightning_taskinfo.functional.information import InformationTerms, terms_by_group
 
 KEPT = 1 << 24  # bytes of noises
+Draw = Callable[[str, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,25 +37,27 @@ class PostFamily:
         """Return the information in each weight for some widths of the pre-distribution."""
         return terms_by_group(self.curvature, self.distances, prior_stds=prior_stds, beta=self.beta)
 
-    def shaped(self, prior_std: float) -> Callable[[str, Tensor], Tensor]:
-        r"""Return the function that makes :math:`\Sigma^{1/2}\varepsilon` of a weight's name and its noise.
+    def draw(self, prior_std: float) -> Draw:
+        r"""Return the function that makes :math:`w + \Sigma^{1/2}\varepsilon` of a weight and its noise.
 
-        It may write its result over the noise: all that is as large as the network takes time to allocate.
+        It goes over each number as few times as it can: a network that does not fit into the
+        processor's cache is as slow to read as to compute with.
         """
         gain = prior_std**2 / self.beta
 
-        def shape(name: str, noise: Tensor) -> Tensor:
+        def drawn(name: str, weight: Tensor, noise: Tensor) -> Tensor:
+            h = self.curvature[name]
             # As `post_variance`, in the precision of the noise.
-            shrink = (gain * self.curvature[name]).float()
-            std = shrink.add_(1).rsqrt_().mul_(prior_std)
+            root = torch.add(h.new_ones(()), h, alpha=gain).to(noise.dtype).rsqrt_()
+            if name not in self.bases:
+                return torch.addcmul(weight, noise, root, value=prior_std, out=root)
             # Into the eigenvectors' basis and back: this root is symmetric, and so the same for any
             # choice of them.
-            rows, columns = self.bases.get(name, (None, None))
-            turned = _turned(noise, rows, columns, back=True)
-            turned.mul_(std)
-            return _turned(turned, rows, columns)
+            rows, columns = self.bases[name]
+            root.mul_(_turned(noise, rows, columns, back=True))
+            return _turned(root, rows, columns).mul_(prior_std).add_(weight)
 
-        return shape
+        return drawn
 
 
 def _turned(
@@ -81,7 +84,7 @@ def _turned(
 def losses_with_noise(
     model: nn.Module,
     loss: Callable[[], float],
-    shaped: Callable[[str, Tensor], Tensor],
+    draw: Draw,
     noise: ParamDict,
 ) -> tuple[float, float]:
     r"""Losses of the network with weights :math:`w + \Sigma^{1/2}\varepsilon` and :math:`w - \Sigma^{1/2}\varepsilon`.
@@ -92,16 +95,16 @@ def losses_with_noise(
     Args:
         model: The network; its own weights come back, bit for bit.
         loss: Returns the loss under the network's present weights.
-        shaped: Returns :math:`\Sigma^{1/2}\varepsilon` from the name of a weight and its
+        draw: Returns :math:`w + \Sigma^{1/2}\varepsilon` from the name of a weight, the weight and its
             :math:`\varepsilon`.
-        noise: Standard normal :math:`\varepsilon` by name, from :func:`standard_noise`, which is
-            written over; other weights keep their values.
+        noise: Standard normal :math:`\varepsilon` by name, from :func:`standard_noise`; the dict is
+            emptied on the way, as a noise is as large as the network. Other weights keep their values.
     """
     parameters = dict(model.named_parameters())
     weights = {name: parameters[name] for name in noise}
     drawn = {}
-    for name, part in noise.items():
-        drawn[name] = shaped(name, part).add_(weights[name])
+    for name, weight in weights.items():
+        drawn[name] = draw(name, weight, noise.pop(name))
 
     def loss_of_drawn() -> float:
         values = {}
@@ -112,7 +115,7 @@ def losses_with_noise(
 
     plus = loss_of_drawn()
     for name, part in drawn.items():
-        part.neg_().add_(weights[name], alpha=2)
+        part.lerp_(weights[name].to(part.dtype), 2.0)  # to the other side of the weight
     return plus, loss_of_drawn()
 
 
@@ -146,7 +149,7 @@ class Noises:
     """Numbered noises for the same weights, asked for again and again.
 
     Drawing one takes longer than running the network on some samples. So noises of small networks are kept, 16 MB of
-    them, and copied.
+    them.
 
     Args:
         seed: Seed of all of them.
@@ -158,7 +161,7 @@ class Noises:
         self._kinds: dict[str, Any] = {}
 
     def noise(self, number: int, weights: Mapping[str, Tensor]) -> ParamDict:
-        """Return :func:`standard_noise` of a number, which may be written over."""
+        """Return :func:`standard_noise` of a number in a dict of its own; its tensors are not to be written to."""
         kinds = {}
         for name, w in weights.items():
             kinds[name] = (w.shape, w.dtype, w.device)
@@ -171,4 +174,4 @@ class Noises:
             if size * (len(self.kept) + 1) > KEPT:
                 return drawn
             self.kept[number] = drawn
-        return {name: part.clone() for name, part in self.kept[number].items()}
+        return dict(self.kept[number])

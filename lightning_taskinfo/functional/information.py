@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from lightning_taskinfo._ranges import check_positive
 
 # Gains in float64 at once: intermediates stay in the cache, and their memory is used again.
-BLOCK = 1 << 15
+BLOCK = 1 << 16
 LARGE = 1e19  # gains up to which the product of sixteen is finite
 
 

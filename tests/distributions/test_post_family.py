@@ -36,12 +36,12 @@ def loss_of(net, data):
     return lambda: cross_entropy(net(x), y, reduction="sum").item()
 
 
-def losses_under(net, data, shaped, noises):
+def losses_under(net, data, draw, noises):
     """Losses of both signs of each noise, shape [noises, 2]."""
     rows = []
     for seed in range(noises):
         noise = standard_noise(dict(net.named_parameters()), seed)
-        rows.append(losses_with_noise(net, loss_of(net, data), shaped, noise))
+        rows.append(losses_with_noise(net, loss_of(net, data), draw, noise))
     return torch.tensor(rows)
 
 
@@ -53,7 +53,7 @@ def family_of(net, data, beta=1.0):
 @pytest.mark.parametrize("prior_std", [0.1, 1.0])
 def test_the_measured_loss_is_that_of_brute_force(net, data, prior_std):
     family = family_of(net, data)
-    pairs = losses_under(net, data, family.shaped(prior_std), noises=400).mean(1)
+    pairs = losses_under(net, data, family.draw(prior_std), noises=400).mean(1)
 
     brute, start = [], {name: p.detach().clone() for name, p in net.named_parameters()}
     generator = torch.Generator().manual_seed(9)
@@ -70,7 +70,7 @@ def test_the_measured_loss_is_that_of_brute_force(net, data, prior_std):
 
 def test_both_signs_cancel_what_is_linear_in_the_noise(net, data):
     family = family_of(net, data)
-    rows = losses_under(net, data, family.shaped(0.1), noises=50)
+    rows = losses_under(net, data, family.draw(0.1), noises=50)
     assert rows.shape == (50, 2)
     assert rows.mean(1).var() < 0.2 * rows.flatten().var()
 
@@ -84,12 +84,23 @@ def test_the_weights_come_back_bit_for_bit_even_after_an_error(net, data):
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        losses_with_noise(net, fails, family.shaped(1.0), standard_noise(weights, seed=0))
-    losses_under(net, data, family.shaped(1.0), noises=1)
+        losses_with_noise(net, fails, family.draw(1.0), standard_noise(weights, seed=0))
+    losses_under(net, data, family.draw(1.0), noises=1)
     for name, p in net.named_parameters():
         assert p.data_ptr() == before[name][0]
         assert torch.equal(p, before[name][1])
         assert p.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_draw_is_the_weight_and_shaped_noise_in_every_precision(dtype):
+    weight = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
+    noise = standard_noise({"w": weight}, seed=0)["w"]
+    h = torch.tensor([0.0, 1.0, 100.0])
+    drawn = PostFamily({"w": h}, {"w": 1.0}, 2.0).draw(0.5)("w", weight, noise)
+    wanted = weight.double() + noise.double() * (2 / (h.double() + 2 / 0.5**2)).sqrt()
+    assert drawn.dtype == noise.dtype
+    torch.testing.assert_close(drawn.double(), wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,7 +109,7 @@ def test_both_signs_of_the_noise_are_tried(dtype):
     net = nn.Linear(1, 1, bias=False).to(dtype)
     net.weight.data.fill_(3.0)
     noise = {"weight": torch.tensor([[0.25]])}
-    plus, minus = losses_with_noise(net, net.weight.item, lambda name, part: 2 * part, noise)
+    plus, minus = losses_with_noise(net, net.weight.item, lambda _, w, part: w + 2 * part, noise)
     assert (plus, minus) == (3.5, 2.5)
 
 
@@ -107,9 +118,9 @@ def test_noise_with_kronecker_factors_has_their_covariance(net, data):
     eigen = {name: block.eigen() for name, block in factors.items()}
     weights = {name: p.detach() for name, p in net.named_parameters()}
     curvature = {name: 24 * eigen[name][0].view_as(w) for name, w in weights.items()}
-    shaped = PostFamily(
+    draw = PostFamily(
         curvature, dict.fromkeys(weights, 1.0), 0.5, {name: eigen[name][1:] for name in weights}
-    ).shaped(0.7)
+    ).draw(0.7)
     for name, block in factors.items():
         H = (
             24
@@ -119,8 +130,9 @@ def test_noise_with_kronecker_factors_has_their_covariance(net, data):
         )
         wanted = 0.5 * torch.linalg.inv(H + 0.5 / 0.7**2 * torch.eye(len(H), dtype=H.dtype))
         size = weights[name].numel()
+        zero = torch.zeros_like(weights[name])
         root = torch.stack(
-            [shaped(name, e.view_as(weights[name])).flatten() for e in torch.eye(size)], 1
+            [draw(name, zero, e.view_as(zero)).flatten() for e in torch.eye(size)], 1
         )
         torch.testing.assert_close(root @ root.T, wanted.float(), rtol=1e-4, atol=1e-5)
 
@@ -132,21 +144,22 @@ def test_factors_that_are_diagonals_need_no_basis():
     assert rows is None
     whole = columns @ torch.diag(values[0]) @ columns.T
     torch.testing.assert_close(whole.float(), torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
-    shaped = PostFamily({"w": values}, {"w": 4.0}, 1.0, {"w": (rows, columns)}).shaped(1e6)
+    draw = PostFamily({"w": values}, {"w": 4.0}, 1.0, {"w": (rows, columns)}).draw(1e6)
     H = torch.kron(torch.diag(torch.tensor([1.0, 2.0])), torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
-    root = torch.stack([shaped("w", e.view(2, 2)).flatten() for e in torch.eye(4)], 1)
+    zero = torch.zeros(2, 2)
+    root = torch.stack([draw("w", zero, e.view(2, 2)).flatten() for e in torch.eye(4)], 1)
     torch.testing.assert_close(root @ root.T, torch.linalg.inv(H), rtol=1e-4, atol=1e-4)
 
 
-def test_a_numbered_noise_is_the_same_each_time_and_may_be_written_over(net):
+def test_a_numbered_noise_is_the_same_each_time_also_after_its_use(net):
     weights = dict(net.named_parameters())
     noises = Noises(seed=3)
     for number in (0, 1, 0):
         expected = standard_noise(weights, seed_from(3, number))
         noise = noises.noise(number, weights)
         torch.testing.assert_close(noise, expected, rtol=0, atol=0)
-        for part in noise.values():
-            part.zero_()
+        draw = PostFamily({name: w.detach() ** 2 for name, w in weights.items()}, {}, 1.0).draw(1.0)
+        losses_with_noise(net, lambda: 0.0, draw, noise)
     fewer = {"0.weight": weights["0.weight"]}
     noise = noises.noise(1, fewer)
     torch.testing.assert_close(noise, standard_noise(fewer, seed_from(3, 1)), rtol=0, atol=0)
