@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "benchmarks" / "evidence"
-HEAD = "# Evidence\n\n| Claim | Here | Verdict | Based on | Command |\n|---|---|---|---|---|\n"
-OLD = "| old | 0 of 252 | **reproduced** | seed 0, 36 s | `benchmarks/phase_diagram.py` |\n"
+TABLE = "# Evidence\n\n| Claim | Verdict |\n|---|---|\n| old | **reproduced** |\n| ρ > 0 | **{verdict}** |\n\n"
+HEAD = TABLE.format(verdict="reproduced in part")
+OLD = "## old\n\n**reproduced** · seed 0, 36 s · `benchmarks/phase_diagram.py`\n\n- 0 of 252\n\n"
 STORED = {
-    "sentence": "ρ = 0.50 [0.25, 0.75]",
+    "sentence": "ρ = 0.50 [0.25, 0.75]; 3 seeds",
     "verdict": "reproduced in part",
     "seeds": [0, 1, 2],
     "units": 5,
@@ -16,9 +17,9 @@ STORED = {
     "seconds": 240.0,
     "environment": {"commit": "abc1234"},
 }
-ROW = (
-    "| ρ > 0 | ρ = 0.50 [0.25, 0.75] | **reproduced in part** | seeds 0 to 2, 5 of 6 units, 4 min, `abc1234` "
-    "| `benchmarks/evidence/rho.py --store` |\n"
+NEW = (
+    "## ρ > 0\n\n**reproduced in part** · seeds 0 to 2, 5 of 6 units, 4 min, `abc1234` · "
+    "`benchmarks/evidence/rho.py --store`\n\n- ρ = 0.50 [0.25, 0.75]\n- 3 seeds\n"
 )
 
 
@@ -36,7 +37,7 @@ def test_the_page_agrees_with_what_is_stored(page):
 
 
 def test_a_page_that_agrees_has_no_problems(page):
-    assert page.problems(HEAD + OLD + ROW, {"rho": STORED}, ["rho"]) == []
+    assert page.problems(HEAD + OLD + NEW, {"rho": STORED}, ["rho"]) == []
 
 
 @pytest.mark.parametrize(
@@ -46,27 +47,34 @@ def test_a_page_that_agrees_has_no_problems(page):
         ("reproduced in part", "reproduced", "differs from evidence_rho.json"),
         ("abc1234", "abc1235", "differs from evidence_rho.json"),
         ("reproduced in part", "nearly", "the verdict must be one of reproduced"),
-        (" seeds 0 to 2, 5 of 6 units, 4 min, `abc1234` |", "", "must be five cells"),
-        ("rho.py", "tau.py", "rho: the page has 0 rows"),
+        ("- 3 seeds", "- 4 seeds", "differs from evidence_rho.json"),
+        ("seeds 0 to 2, 5 of 6 units, 4 min, `abc1234` · ", "", "a section is a line of verdict"),
+        ("rho.py", "tau.py", "rho: the page has 0 sections"),
     ],
 )
 def test_a_page_that_differs_is_named(page, before, after, said):
-    changed = HEAD + OLD + ROW.replace(before, after)
-    found = page.problems(changed, {"rho": STORED}, ["rho"])
-    assert len(found) == 1
-    assert said in found[0]
+    changed = HEAD + OLD + NEW.replace(before, after)
+    first, *_ = page.problems(changed, {"rho": STORED}, ["rho"])
+    assert said in first
+
+
+def test_a_table_that_differs_from_the_sections_is_named(page):
+    changed = TABLE.format(verdict="reproduced") + OLD + NEW
+    (found,) = page.problems(changed, {"rho": STORED}, ["rho"])
+    assert "table" in found
 
 
 def test_a_script_without_a_result_is_undecided(page):
-    undecided = "| ρ > 0 | — | **undecided** | — | `benchmarks/evidence/rho.py --store` |\n"
-    assert page.problems(HEAD + undecided, {}, ["rho"]) == []
-    (found,) = page.problems(HEAD + ROW, {}, ["rho"])
+    undecided = NEW.replace("reproduced in part", "undecided")
+    assert page.problems(TABLE.format(verdict="undecided") + OLD + undecided, {}, ["rho"]) == []
+    (found,) = page.problems(HEAD + OLD + NEW, {}, ["rho"])
     assert "nothing is stored for rho" in found
 
 
 def test_writing_copies_the_stored_result_and_keeps_claim_and_command(page):
-    other = "| ρ > 0 | old | **undecided** | old | `benchmarks/evidence/rho.py --store` |\n"
-    assert page.written(HEAD + OLD + other, {"rho": STORED}) == HEAD + OLD + ROW
+    other = "## ρ > 0\n\n**undecided** · old · `benchmarks/evidence/rho.py --store`\n\n- old\n"
+    before = TABLE.format(verdict="undecided") + OLD + other
+    assert page.written(before, {"rho": STORED}) == HEAD + OLD + NEW
 
 
 def test_short_seeds_and_times_are_said(page):

@@ -157,9 +157,9 @@ def verdict(rows: list[Row]) -> Row:
     critical = {n: math.exp(np.mean([*logs[n, 1.0].values()])) for n in complete(rows)}
     parts = [f"{case} {shown(value)}" for case, value in found.items()]
     ends = ", ".join(f"{n}: {critical[n]:.3f}" for n in critical)
-    changes = "; ".join(f"{n}: {shown(ratio)}" for n, ratio in ratios.items())
+    changes = ", ".join(f"{n}: {shown(ratio)}" for n, ratio in ratios.items())
     sentence = (
-        f"β* by N, {ends} (width {wide}); slope of log β* over log N: {'; '.join(parts)}; twice the training changes "
+        f"β* by N, {ends} (width {wide}); slope of log β* over log N: {', '.join(parts)}; twice the training changes "
         f"it by {shown(longer)}, twice the width by {shown(wider)}; β* after twice the training over β* before, by N: "
         f"{changes}"
     )

@@ -101,7 +101,7 @@ def verdict(rows: list[Row]) -> Row:
         for d, w in compared
     ]
     sentence = (
-        f"mean rank correlation over {len(rows)} targets: {'; '.join(parts)}; Holm over the four"
+        f"mean rank correlation over {len(rows)} targets: {', '.join(parts)}; Holm over the four"
     )
     numbers = {f"{d}, {w}": [*intervals[d, w], corrected[d, w]] for d, w in compared}
     return {"verdict": found, "sentence": sentence, "numbers": numbers}

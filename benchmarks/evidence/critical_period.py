@@ -185,7 +185,7 @@ def verdict(rows: list[Row]) -> Row:
         found = "undecided"
     parts = [f"{k}: {shown(intervals[k], '.1f')}" for k in costs]
     sentence = (
-        f"points of accuracy lost by epochs of blur, {'; '.join(parts)} (Holm p of the longest "
+        f"points of accuracy lost by epochs of blur, {', '.join(parts)} (Holm p of the longest "
         f"{corrected[longest]:.2g}); {flipped} epochs upside down cost {shown(flip_cost, '.1f')}, less than blur by "
         f"{shown(less_harm, '.1f')}; without a deficit the Fisher trace ends at {shown(left)} of its peak; "
         f"exploratory, {longest} more sharp epochs cost {shown(sharp_cost, '.1f')}, less than as many of blur by "

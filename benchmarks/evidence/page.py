@@ -1,13 +1,14 @@
 """Does ``docs/evidence.md`` say what the stored results say, and does every script still run?
 
     python benchmarks/evidence/page.py            # compares the page with the stored results
-    python benchmarks/evidence/page.py --write    # copies them into the rows of the page
+    python benchmarks/evidence/page.py --write    # copies them into the page
     python benchmarks/evidence/page.py --short    # compares, and runs the short version of every script (make evidence)
 
-A row of the page has five cells: the claim, what was found, the verdict, what it is based on (seeds, time, commit), and
-the command. A row whose command is a script of this folder quotes its stored result: the second cell is the sentence,
-the third and fourth come from the same file. The claim is written by hand. A script that was registered and not run yet
-has a row by hand, which must say *undecided*.
+Every claim has a section: a line with the verdict, what it is based on (seeds, time, commit) and the command, and below
+it what was found, point by point. A section whose command is a script of this folder quotes its stored result: the
+points are its sentence, cut at the semicolons. The claim, which is the heading, is written by hand. A script that was
+registered and not run yet has a section by hand, which must say *undecided*. The table at the top lists all claims with
+their verdicts.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from units import BENCHMARKS, VERDICTS
 
@@ -35,21 +36,50 @@ def script_names(folder: Path = SCRIPTS) -> list[str]:
     return sorted(name for name, text in sources.items() if re.search(IMPORT, text, re.MULTILINE))
 
 
-def cells_of(line: str) -> list[str]:
-    """Return the cells of a row of a table."""
-    return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+class Section(NamedTuple):
+    """What the page says about a claim."""
+
+    claim: str
+    verdict: str
+    based_on: str
+    command: str
+    points: tuple[str, ...]
+
+    @property
+    def script(self) -> str | None:
+        """The script that the command names, if it is one of this folder."""
+        _, found, rest = self.command.partition("benchmarks/evidence/")
+        return rest.partition(".py")[0] if found else None
+
+    def __str__(self) -> str:
+        head = " · ".join((f"**{self.verdict}**", self.based_on, f"`{self.command}`"))
+        points = "\n".join(f"- {point}" for point in self.points)
+        return f"## {self.claim}\n\n{head}\n\n{points}\n"
 
 
-def rows_of(page: str) -> list[str]:
-    """Return the lines of the page's table below its head."""
-    lines = [line for line in page.splitlines() if line.startswith("|")]
-    return lines[2:]
+SECTION = re.compile(r"## (.+)\n\n\*\*(.+)\*\* · (.+) · `(.+)`\n\n((?:- .+\n)+)")
 
 
-def script_of(row: str) -> str | None:
-    """Return the script that a row's command names, if it is one of this folder."""
-    _, found, rest = cells_of(row)[-1].partition("benchmarks/evidence/")
-    return rest.partition(".py")[0] if found else None
+def parts_of(page: str) -> tuple[str, list[str]]:
+    """Return what is before the sections, and the sections."""
+    head, *sections = re.split(r"(?m)^(?=## )", page)
+    return head, sections
+
+
+def section_of(text: str) -> Section | None:
+    """Return a section of the page; None where it has another form."""
+    match = SECTION.fullmatch(text.rstrip("\n") + "\n")
+    if match is None:
+        return None
+    *words, points = match.groups()
+    found = [point.removeprefix("- ") for point in points.splitlines()]
+    return Section(*words, tuple(found))
+
+
+def table_of(sections: list[Section]) -> str:
+    """Return the table of all claims with their verdicts."""
+    rows = [f"| {section.claim} | **{section.verdict}** |" for section in sections]
+    return "\n".join(["| Claim | Verdict |", "|---|---|", *rows]) + "\n"
 
 
 def basis(stored: dict[str, Any]) -> str:
@@ -66,11 +96,10 @@ def basis(stored: dict[str, Any]) -> str:
     return ", ".join(filter(None, [*parts, f"`{stored['environment']['commit']}`"]))
 
 
-def wanted_row(row: str, stored: dict[str, Any]) -> str:
-    """Return the row as the stored result has it: only its claim and its command stay."""
-    claim, *_, command = cells_of(row)
-    cells = [claim, stored["sentence"], f"**{stored['verdict']}**", basis(stored), command]
-    return f"| {' | '.join(cells)} |"
+def wanted(section: Section, stored: dict[str, Any]) -> Section:
+    """Return the section as the stored result has it: only its claim and its command stay."""
+    points = tuple(stored["sentence"].split("; "))
+    return section._replace(verdict=stored["verdict"], based_on=basis(stored), points=points)
 
 
 def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
@@ -82,31 +111,45 @@ def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
 def problems(page: str, results: dict[str, dict[str, Any]], scripts: list[str]) -> list[str]:
     """Return what is wrong with the page, one sentence each."""
     found = []
-    rows = rows_of(page)
-    named = [script_of(row) for row in rows]
+    sections = []
+    head, texts = parts_of(page)
+    for text in texts:
+        section = section_of(text)
+        if section is None:
+            claim = text.partition("\n")[0].removeprefix("## ")
+            found.append(f"{claim}: a section is a line of verdict, basis and command, and points.")
+        else:
+            sections.append(section)
+    named = [section.script for section in sections]
     for name in scripts:
         if named.count(name) != 1:
-            found.append(f"{name}: the page has {named.count(name)} rows in place of one.")
-    for row, name in zip(rows, named, strict=True):
-        claim, *others = cells_of(row)
-        if len(others) != 4 or not all(others):
-            found.append(f"{claim}: there must be five cells, none empty.")
-        elif not others[1].startswith(tuple(f"**{verdict}**" for verdict in VERDICTS)):
-            found.append(f"{claim}: the verdict must be one of {', '.join(VERDICTS)}.")
-        elif name in results and row != wanted_row(row, results[name]):
-            found.append(f"{claim}: the row differs from evidence_{name}.json.")
-        elif name in scripts and name not in results and "**undecided**" not in others[1]:
-            found.append(f"{claim}: nothing is stored for {name}, so that it is undecided.")
+            found.append(f"{name}: the page has {named.count(name)} sections in place of one.")
+    for section in sections:
+        name = section.script
+        if section.verdict not in VERDICTS:
+            found.append(f"{section.claim}: the verdict must be one of {', '.join(VERDICTS)}.")
+        elif name in results and section != wanted(section, results[name]):
+            found.append(f"{section.claim}: the section differs from evidence_{name}.json.")
+        elif name in scripts and name not in results and section.verdict != "undecided":
+            found.append(f"{section.claim}: nothing is stored for {name}, so that it is undecided.")
+    if not found and not head.endswith(f"\n{table_of(sections)}\n"):
+        found.append("The table must have the claims and verdicts of the sections.")
     return found
 
 
 def written(page: str, results: dict[str, dict[str, Any]]) -> str:
-    """Return the page with the stored results in its rows."""
-    for row in rows_of(page):
-        name = script_of(row)
-        if name in results:
-            page = page.replace(row, wanted_row(row, results[name]))
-    return page
+    """Return the page with the stored results in its sections, and a table of their verdicts."""
+    head, texts = parts_of(page)
+    sections = []
+    for text in texts:
+        section = section_of(text)
+        if section is None:
+            raise ValueError(f"A section of the page has another form: {text[:80]!r}.")
+        stored = results.get(section.script or "")
+        sections.append(wanted(section, stored) if stored else section)
+    introduction, _, _ = head.partition("| Claim |")
+    body = "\n".join(map(str, sections))
+    return f"{introduction}{table_of(sections)}\n{body}"
 
 
 def run_short() -> float:
