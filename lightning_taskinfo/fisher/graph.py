@@ -16,14 +16,20 @@ Which is which is **shown, not guessed**. Let :math:`u_n` be any scores of the o
 2. Backpropagate :math:`\sum_n a_n u_n` to the uses, with :math:`a_n` that all differ. A row of
    sample :math:`n` is :math:`a_n` times what it was, which tells :math:`n`: also where a batch was
    sorted, masked or routed to experts.
+
+What was shown for one batch holds for another one only if no operation between uses and outputs can
+move rows by their values. By its name or its settings an operation tells (sorting, a row that is
+selected), a product by what is multiplied: ``onehot.T @ rows`` moves rows as the first factor says.
+What else there may be, such as a mask and a sum, shows when the proof is made again for some of the
+later batches (:class:`Plans`).
 """
 
 import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from itertools import compress, permutations
 from typing import Any, TypeAlias
 
@@ -32,6 +38,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge as Edge
 from torch.nn.utils.rnn import pad_sequence
+
+from lightning_taskinfo._warn import warn
 
 # Operations whose output has entries of one input, each once at most: of a weight they make a
 # weight.
@@ -44,10 +52,14 @@ MOVE_ENTRIES = re.compile(
 MOVE_ROWS = re.compile(
     "Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding"
 )
+# Products of two matrices, with the place of the left one.
+PRODUCTS = {"MmBackward0": 0, "BmmBackward0": 0, "AddmmBackward0": 1, "BaddbmmBackward0": 1}
+ATTENTION = "ScaledDotProduct"  # what such operations' names begin with
 
 Source: TypeAlias = tuple[int, int]  # number of an operation, and which of its outputs
 Uses: TypeAlias = dict[int, dict[int, Source]]  # numbers of operations, with weights by place
 Signature: TypeAlias = list[tuple[Any, ...]]
+Axes: TypeAlias = tuple[int, ...]
 
 
 class Graph:
@@ -56,7 +68,8 @@ class Graph:
     Attributes:
         nodes: The operations.
         signature: Of each operation the kind, the shapes of its outputs, where each of its inputs comes from (None for
-            a constant), and the name if it is a parameter. Graphs of one signature differ in numbers only.
+            a constant), the name if it is a parameter, and its settings that are whole numbers, such as the row that
+            is selected. Graphs of one signature differ in the numbers of tensors only.
         leaves: The parameters' places by name.
     """
 
@@ -88,7 +101,7 @@ class Graph:
             if name is not None:
                 self.leaves[name] = number
             shapes = [tuple(like.shape) for like in node._input_metadata]
-            self.signature.append((type(node), shapes, sources, name))
+            self.signature.append((type(node), shapes, sources, name, _settings(node)))
 
     def edge(
         self,
@@ -110,8 +123,8 @@ class Graph:
     def consumers(self) -> dict[int, list[tuple[int, int, int]]]:
         """By operation: who uses its output, at which place, and which of its outputs."""
         found = defaultdict(list)
-        for number, (_, _, sources, _) in enumerate(self.signature):
-            for place, source in enumerate(sources):
+        for number, operation in enumerate(self.signature):
+            for place, source in enumerate(operation[2]):
                 if source is not None:
                     found[source[0]].append((number, place, source[1]))
         return found
@@ -171,7 +184,7 @@ class Graph:
     def _moves_entries(self, number: int) -> bool:
         """Whether an operation only moves the entries of its one input, or shifts them by a number."""
         kind = self.kind(number)
-        _, shapes, sources, _ = self.signature[number]
+        _, shapes, sources, *_ = self.signature[number]
         if kind == "ToCopyBackward0":  # to another precision, as autocast does
             nodes = [self.nodes[i] for i in (number, *self.sources(number))]
             return not any(like.dtype.is_complex for node in nodes for like in node._input_metadata)
@@ -189,6 +202,29 @@ class Graph:
                 way.append(self.kind(number))
             number = sources[0]
         return tuple(way)
+
+
+def _settings(node: Any) -> list[Any]:
+    """Return the whole numbers that an operation has kept beside its tensors, such as axes, indices and sizes."""
+    kind: Any = type(node)
+    values = [getattr(node, name) for name in _settings_names(kind)]
+    return [value for value in values if isinstance(value, int | tuple)]
+
+
+@cache
+def _settings_names(kind: Any) -> list[str]:
+    names = {*dir(kind)}
+    return sorted(
+        name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names
+    )
+
+
+def _norms_along(
+    gradient: Tensor,
+    axes: Axes,
+) -> Tensor:
+    """Return norms over some axes, ``[lines, 1]``."""
+    return torch.linalg.vector_norm(gradient, dim=axes).view(-1, 1)
 
 
 def _reached(
@@ -350,8 +386,10 @@ class Plan:
         places: Where weights meet samples.
         lowest: The operations among those that no other one is below.
         unshown: Parameters whose gradients cannot be told apart by sample, with the reason.
-        lasting: Whether what was shown holds for other data.
+        lasting: Whether what was shown holds for other data, as far as operations tell.
         seen: Whether a sample's outputs were seen not to depend on the others of its batch.
+        moved: Parameters whose rows have another order than one sample after the other, or in turns.
+        asked: How often the plan was asked for again.
     """
 
     signature: Signature
@@ -361,6 +399,8 @@ class Plan:
     unshown: dict[str, str]
     lasting: bool = False
     seen: bool = False
+    moved: set[str] = field(default_factory=set)
+    asked: int = 0
 
     @classmethod
     def of(
@@ -382,16 +422,64 @@ class Plan:
         return cls(graph.signature, samples, places, lowest, unshown)
 
 
-def known_plan(
-    plans: list[Plan],
-    graph: Graph,
-    samples: int,
-) -> Plan | None:
-    """Return the plan that fits a graph, if there is one."""
-    for plan in plans:
-        if plan.samples == samples and plan.signature == graph.signature:
+class Plans:
+    """What was shown about a model, kept for graphs like those that it was shown for.
+
+    A plan that is asked for again for the 1st, 4th, 16th, … time is not given: then it is shown anew, for other data.
+    A network that moves rows by their values, in a way that no operation tells, and that had them in the usual order
+    at first, is found out by this, and nothing about it is kept any more.
+
+    Args:
+        limit: How many are kept, as for the last chunk of a batch, which is smaller.
+    """
+
+    def __init__(self, limit: int = 8) -> None:
+        self.limit = limit
+        self.kept: list[Plan] = []
+        self.moving = False
+
+    def find(
+        self,
+        graph: Graph,
+        samples: int,
+    ) -> Plan | None:
+        """Return the plan that fits a graph; None if there is none, or if it is to be shown again."""
+        plan = self._like(graph.signature, samples)
+        if plan is None:
+            return None
+        plan.asked += 1
+        power_of_four = plan.asked & (plan.asked - 1) == 0 and plan.asked.bit_length() % 2
+        return None if power_of_four else plan
+
+    def keep(self, plan: Plan) -> Plan:
+        """Keep a plan that was just shown, if it lasts, and return it, or the same one that was kept before."""
+        before = self._like(plan.signature, plan.samples)
+        if before is None:
+            if plan.lasting and not plan.unshown and not self.moving:
+                self.kept = [*self.kept[1 - self.limit :], plan]
             return plan
-    return None
+        changed = plan.moved | plan.unshown.keys()
+        if not changed:
+            before.seen = False  # look again whether samples depend on each other
+            return before if plan.lasting else plan
+        self.kept = []
+        self.moving = True
+        names = ", ".join(sorted(changed)[:3])
+        warn(
+            f"The model moves samples by their values on the way from {names}, which the batches before did not show: "
+            "what was measured on it so far may be wrong, from here on it is right."
+        )
+        return plan
+
+    def _like(
+        self,
+        signature: Signature,
+        samples: int,
+    ) -> Plan | None:
+        for plan in self.kept:
+            if plan.samples == samples and plan.signature == signature:
+                return plan
+        return None
 
 
 def plan_of_one(graph: Graph) -> Plan | None:
@@ -455,6 +543,7 @@ class Prover:
         self.factors = factors.to(*where)
         self.eps = max(torch.finfo(kind).eps for kind in kinds)
         self.unsure: set[int] = set()  # operations whose rows may be others in another batch
+        self.moved: set[int] = set()  # those among them whose rows have an order of their own
 
     def plan(self) -> Plan:
         """Return what can be shown."""
@@ -463,6 +552,7 @@ class Prover:
         for _ in range(self.rounds):
             uses = graph.uses(mixed)
             self.unsure = set()
+            self.moved = set()
             rows = self._rows([*uses])
             failed = uses.keys() - rows.keys()
             if not failed:
@@ -470,11 +560,19 @@ class Prover:
             mixed |= failed
         unshown = self._unshown(uses, {*rows}, mixed, silent)
         plan = Plan.of(graph, self.samples, uses, rows, unshown)
+        for at in plan.places:
+            if at.number in self.moved:
+                plan.moved |= at.names
         behind = graph.behind(rows)
-        moving = any(MOVE_ROWS.search(graph.kind(number)) for number in behind)
+        moving = any(self._may_move(number) for number in behind)
         open_ends = behind & mixed or (behind | {*rows}) & silent or self.unsure
         plan.lasting = not (moving or open_ends or unshown) and self._independent(mixed)
         return plan
+
+    def _may_move(self, number: int) -> bool:
+        """Whether an operation may move rows to places that depend on data, or nothing is known about it."""
+        own = isinstance(self.graph.nodes[number], BackwardCFunction)  # a function of the user's
+        return own or MOVE_ROWS.search(self.graph.kind(number)) is not None
 
     def _independent(self, mixed: set[int]) -> bool:
         """Whether what samples are added up in looks the same for one sample, as what knows nothing of samples does."""
@@ -508,8 +606,14 @@ class Prover:
         self,
         numbers: list[int],
         by_sample: Tensor | None,
+        *,
+        watched: Iterable[int],
+        note: Callable[[int, Sequence[Tensor | None]], None],
     ) -> list[Tensor | None]:
-        """Backpropagate the scores, times a number for each sample, to the outputs of some operations."""
+        """Backpropagate the scores, times a number for each sample, to the outputs of some operations.
+
+        On the way, note the gradients by the outputs of those that are watched.
+        """
         if not numbers:
             return []
         scores = self.scores
@@ -517,7 +621,13 @@ class Prover:
             of_samples = scores.view(self.samples, -1) * by_sample.unsqueeze(1)
             scores = of_samples.view(scores.shape)
         edges = [self.graph.edge(number) for number in numbers]
-        return [*pulled_back(self.root, edges, scores)]
+        nodes = self.graph.nodes
+        handles = [nodes[number].register_prehook(partial(note, number)) for number in watched]
+        try:
+            return [*pulled_back(self.root, edges, scores)]
+        finally:
+            for handle in handles:
+                handle.remove()
 
     # 1. Where samples are added up
 
@@ -552,14 +662,8 @@ class Prover:
                     squared += torch.linalg.vector_norm(g).square()
             norms[number] = squared
 
-        nodes = self.graph.nodes
         above = self.graph.behind(uses)
-        handles = [nodes[number].register_prehook(partial(note, number)) for number in above]
-        try:
-            captured = self._backward(uses, by_sample)
-        finally:
-            for handle in handles:
-                handle.remove()
+        captured = self._backward(uses, by_sample, watched=above, note=note)
         for number, b in zip(uses, captured, strict=True):
             note(number, [b])
         return norms
@@ -569,14 +673,58 @@ class Prover:
     def _rows(self, numbers: list[int]) -> dict[int, Rows]:
         """Return which sample each row belongs to, by operation, without those of which a row belongs to several."""
         nobody = torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device)
-        plain = self._backward(numbers, None)
-        scaled = self._backward(numbers, self.factors)
+        behind = self.graph.behind(numbers)
+        lines = self._lines(behind | {*numbers})
         found: dict[int, Rows] = {}
-        for number, b, c in zip(numbers, plain, scaled, strict=True):
+        gradients = []
+        norms: list[dict[int, list[Tensor]]] = []
+        for by_sample in (None, self.factors):
+            noted: dict[int, list[Tensor]] = {}
+
+            def note(
+                number: int,
+                gradients: Sequence[Tensor | None],
+                noted: dict[int, list[Tensor]] = noted,
+            ) -> None:
+                if gradients[0] is not None:
+                    noted[number] = [_norms_along(gradients[0], axes) for axes in lines[number]]
+
+            captured = self._backward(
+                numbers, by_sample, watched=lines.keys() - {*numbers}, note=note
+            )
+            for number, b in zip(numbers, captured, strict=True):
+                if number in lines:
+                    note(number, [b])
+            gradients.append(captured)
+            norms.append(noted)
+        for number, b, c in zip(numbers, *gradients, strict=True):
             rows = Rows(index=nobody) if b is None or c is None else self._rows_of(number, b, c)
             if rows is not None:
                 found[number] = rows
+        plain, scaled = norms
+        for number in plain.keys() & scaled.keys():
+            pairs = zip(plain[number], scaled[number], strict=True)
+            if any(self._samples(b, c, self._floor(b)) is None for b, c in pairs):
+                self.unsure.add(number)
         return found
+
+    def _lines(self, numbers: set[int]) -> dict[int, list[Axes]]:
+        """Return products among operations, and along which axes entries of one sample only leave rows in their place.
+
+        A row of the left factor's gradient is made of the same row of the output's, and a column of the right one's of
+        the same column, whatever they are multiplied with. Factors that no row of a sample flows into do not matter.
+        """
+        lines: dict[int, list[Axes]] = {}
+        for number in numbers:
+            kind = self.graph.kind(number)
+            if kind.startswith(ATTENTION):
+                lines[number] = [(-2, -1)]
+            if kind not in PRODUCTS:
+                continue
+            factors = self.graph.signature[number][2][PRODUCTS[kind] :]
+            flows = [source is not None and source[0] in numbers for source in factors]
+            lines[number] = [*compress([(-1,), (-2,)], flows)]
+        return lines
 
     def _rows_of(
         self,
@@ -586,18 +734,19 @@ class Prover:
     ) -> Rows | None:
         """Try each axis, and then leading axes that are read as one."""
         sizes = plain.shape
-        floor = 16 * self.eps * float(torch.linalg.vector_norm(plain))  # rows below it are rounding
+        floor = self._floor(plain)
         ways = [Rows(axis=axis) for axis in range(len(sizes))]
         ways += [Rows(merged=merged) for merged in range(2, len(sizes))]
         for way in ways:
             rows = way.rows_first(plain)
             samples = self._samples(rows, way.rows_first(scaled), floor)
             if samples is not None:
-                found, sure = self._in_order(samples, way)
-                if not sure:
-                    self.unsure.add(number)
-                return found
+                return self._in_order(number, samples, way)
         return None
+
+    def _floor(self, plain: Tensor) -> float:
+        """Return the norm below which a row is rounding."""
+        return 16 * self.eps * float(torch.linalg.vector_norm(plain))
 
     def _samples(
         self,
@@ -627,10 +776,11 @@ class Prover:
 
     def _in_order(
         self,
+        number: int,
         samples: Tensor,
         way: Rows,
-    ) -> tuple[Rows, bool]:
-        """Return the rows of each sample, and whether they are the same ones in another batch.
+    ) -> Rows:
+        """Return the rows of each sample, and note whether they may be other ones in another batch.
 
         Rows without a gradient, as behind a mask, tell nothing. Whatever they are taken for is right for this batch.
         For another one their samples must follow from the others': all samples have rows, one after the other or in
@@ -638,19 +788,22 @@ class Prover:
         """
         n, count = self.samples, len(samples)
         known = samples >= 0
+        self.unsure.add(number)
         if count and count % n == 0:
             repeat = count // n
             numbers = torch.arange(count, device=samples.device)
             in_blocks = torch.equal(samples[known], (numbers // repeat)[known])
             in_turns = torch.equal(samples[known], (numbers % n)[known])
             every_one = len(samples[known].unique()) == n
-            sure = every_one and (repeat == 1 or in_blocks != in_turns)
+            if every_one and (in_blocks or in_turns) and (repeat == 1 or in_blocks != in_turns):
+                self.unsure.remove(number)
             if in_blocks:
-                return replace(way, repeat=repeat), sure
+                return replace(way, repeat=repeat)
             if in_turns:
-                return replace(way, repeat=repeat, index=numbers.view(repeat, n).T), sure
+                return replace(way, repeat=repeat, index=numbers.view(repeat, n).T)
+        self.moved.add(number)
         counts = torch.bincount(samples[known], minlength=n).tolist()
         unknown = count - sum(counts)
         rows = samples.argsort(stable=True)[unknown:]  # -1 comes first
         index = pad_sequence(rows.split(counts), batch_first=True, padding_value=count)
-        return replace(way, repeat=index.shape[1], index=index), False
+        return replace(way, repeat=index.shape[1], index=index)

@@ -10,7 +10,7 @@ chunks. For each chunk:
    certain operations, the *uses*. Where they are, and which sample each row of their outputs
    belongs to, is shown by a few backward passes. What was shown holds for every graph of the same
    operations and shapes, unless an operation moves rows by their values; it is kept with the model,
-   so that later measurements do without these passes.
+   so that most of the later measurements do without these passes.
 3. **Scores.** The likelihood turns outputs into scores: gradients of log-probabilities by the
    outputs. Labels are the dataset's, drawn from the model, or all of them by their probability.
 4. **Backward.** Each score is backpropagated to the outputs of the uses, no further: no weight
@@ -67,9 +67,9 @@ from lightning_taskinfo.fisher.fallback import Fallback, Forward, gradients_of_o
 from lightning_taskinfo.fisher.graph import (
     Graph,
     Plan,
+    Plans,
     Prover,
     Signature,
-    known_plan,
     plan_of_one,
 )
 from lightning_taskinfo.fisher.ops import BLOCK
@@ -86,7 +86,6 @@ CHOICES = {
     "labels": ("sampled", "exact", "empirical"),
     "engine": ("auto", "graph", "per_sample", "loop"),
 }
-PLANS = 8  # kept for a model, as for the last chunk of a batch, which is smaller
 SCORES = 16  # output scores whose gradients are held at once
 
 
@@ -225,7 +224,7 @@ class Known:
     outputs: int = 0
     elements: int = 0
     alone: Signature = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
+    plans: Plans = field(default_factory=Plans)
 
 
 _KNOWN: "WeakKeyDictionary[nn.Module, Known]" = WeakKeyDictionary()  # as long as the model lives
@@ -372,7 +371,7 @@ class Measurement:
         if n == 1:
             return plan_of_one(graph)
         assert self.known is not None
-        plan = known_plan(self.known.plans, graph, n)
+        plan = self.known.plans.find(graph, n)
         if plan is not None:
             return plan
         rounds = 1 if self.sharded else 4
@@ -386,9 +385,8 @@ class Measurement:
                 for one in found:
                     if one.needs_graph:
                         plan.unshown[one.name] = "a weight that is computed from it"
-        elif plan.lasting and not plan.unshown:
-            self.known.plans = [*self.known.plans[1 - PLANS :], plan]
-        return plan
+            return plan
+        return self.known.plans.keep(plan)
 
     def _mixes(
         self,

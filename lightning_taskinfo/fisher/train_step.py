@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 
 from lightning_taskinfo._observe import ParamDict, at_least_float32
 from lightning_taskinfo._sharded import gathered_parameters
-from lightning_taskinfo.fisher.graph import Edge, Graph, Plan, Prover, known_plan, shape_of
+from lightning_taskinfo.fisher.graph import Edge, Graph, Plan, Plans, Prover, shape_of
 from lightning_taskinfo.fisher.terms import Arrivals, Gradients, unpack_hooks
 
 PLANS = 64  # kept of a training, as for sentences of different lengths
@@ -56,7 +56,7 @@ class StepRecorder:
         self.all = [*model.parameters()]
         self.trained: list[bool] = []
         self.parameters: dict[str, nn.Parameter] = {}
-        self.plans: list[Plan] = []
+        self.plans = Plans(PLANS)
         self.step = 0
         self.skip(None)
 
@@ -100,7 +100,7 @@ class StepRecorder:
             for name in self.parameters:
                 if name not in graph.leaves:
                     raise ValueError(f"{name!r} was not used with gradients in the training step")
-            plan = known_plan(self.plans, graph, samples) or self._shown(graph, root, samples)
+            plan = self.plans.find(graph, samples) or self._shown(graph, root, samples)
             self._wait(graph, plan)
         except Exception as error:  # which would end the training
             self.skip(_told(error))
@@ -127,9 +127,7 @@ class StepRecorder:
                 f"it cannot be shown which sample the gradient of {name!r} belongs to: {kind} mixes the samples, or "
                 "is no part of their outputs"
             )
-        if plan.lasting:
-            self.plans = [*self.plans[1 - PLANS :], plan]
-        return plan
+        return self.plans.keep(plan)
 
     @contextmanager
     def _own_passes(self) -> Iterator[None]:

@@ -134,6 +134,21 @@ class RandomNet(nn.Module):
         order = x[:, :1, :1].argsort(0).expand_as(h)
         return torch.zeros_like(h).scatter_add(0, order, layer(h.gather(0, order)))
 
+    def product(self, x: Tensor, h: Tensor, layer: Layer) -> Tensor:
+        """Sent to slots and back by products with a matrix of zeros and ones."""
+        onehot = torch.eye(len(x), dtype=h.dtype)[x[:, 0, 0].argsort()]
+        slots = layer(torch.einsum("sn,npd->spd", onehot, h))
+        return torch.einsum("sn,spd->npd", onehot, slots)
+
+    def selected(self, x: Tensor, h: Tensor, layer: Layer) -> Tensor:
+        order = x[:, 0, 0].argsort()
+        rows = layer(torch.stack([h[i] for i in order.tolist()]))
+        return torch.stack([rows[i] for i in order.argsort().tolist()])
+
+    def rolled(self, x: Tensor, h: Tensor, layer: Layer) -> Tensor:
+        shift = int(x[:, 0, 0].argmax())
+        return layer(h.roll(shift, 0)).roll(-shift, 0)
+
     def packed(self, x: Tensor, h: Tensor, layer: Layer) -> Tensor:
         """All positions of all samples in one long row of a batch of one."""
         return layer(h.reshape(1, -1, WIDTH)).view_as(h)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo.fisher import engines_used, per_sample_squared_norms
 from lightning_taskinfo.fisher.graph import Graph, Prover
@@ -120,7 +121,8 @@ def test_a_proof_is_used_again(model, monkeypatch):
 
     model.forward = forward
     x, y = data(7)
-    expected = per_sample_squared_norms(model, x, y, labels="empirical")
+    for _ in range(2):  # shown for the first batch, and for the next
+        expected = per_sample_squared_norms(model, x, y, labels="empirical")
     monkeypatch.setattr(Prover, "plan", None)
     torch.testing.assert_close(per_sample_squared_norms(model, x, y, labels="empirical"), expected)
     with pytest.raises(TypeError, match="not callable"):
@@ -218,6 +220,136 @@ def test_no_proof_lasts_where_two_orders_of_rows_fit():
     assert not plan(Ends("sample first").double(), x).lasting
 
 
+class Function(torch.autograd.Function):
+    """Moves rows where only the function itself knows it."""
+
+    @staticmethod
+    def forward(ctx, x, order):
+        ctx.save_for_backward(order)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx, b):
+        (order,) = ctx.saved_tensors
+        return b[order.argsort()], None
+
+
+def by_product(h: Tensor, order: Tensor) -> Tensor:
+    return torch.einsum("en,nd->ed", torch.eye(len(h), dtype=h.dtype)[order], h)
+
+
+def by_batched_product(h: Tensor, order: Tensor) -> Tensor:
+    """As many products as there are samples: sizes do not tell."""
+    onehot = torch.eye(len(h), dtype=h.dtype)[order]
+    several = torch.stack([onehot] * len(h)) @ torch.stack([h] * len(h))
+    return several[0]
+
+
+def by_selection(h: Tensor, order: Tensor) -> Tensor:
+    return torch.stack([h[i] for i in order.tolist()])
+
+
+def by_rolling(h: Tensor, order: Tensor) -> Tensor:
+    return h.roll(-int(order[0]), 0)
+
+
+def by_mask_and_sum(h: Tensor, order: Tensor) -> Tensor:
+    mask = torch.eye(len(h), dtype=h.dtype)[order]
+    return (mask.unsqueeze(-1) * h).sum(1)
+
+
+class Moving(nn.Module):
+    """Layers that see the samples in an order that the inputs tell."""
+
+    def __init__(self, move) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.move = move
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = int(x[:, 0].argmin())
+        order = torch.arange(start, start + len(x)) % len(x)
+        h = self.b(self.move(self.a(x).tanh(), order)).sin()
+        return self.c(self.move(h, order.argsort()))
+
+
+MOVES = {
+    "product": by_product,
+    "batched product": by_batched_product,
+    "selection": by_selection,
+    "rolling": by_rolling,
+    "function": Function.apply,
+}
+
+
+def rolled(first: int, n: int = 5) -> tuple[Tensor, Tensor]:
+    """Samples of which the layers see this one first."""
+    x, y = torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))
+    x[:, 0] = 1 + torch.arange(n)
+    x[first, 0] = 0.0
+    return x, y
+
+
+def compare(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    expected = sum(g.flatten(1).square().sum(1) for g in empirical(model, x, y).values())
+    norms = per_sample_squared_norms(model, x, y, labels="empirical")
+    torch.testing.assert_close(norms, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("n", [2, 5])
+def test_no_proof_lasts_where_rows_may_move_by_their_values(move, n):
+    """Several batches are in order, so that shapes and proofs are those of a network that moves nothing."""
+    torch.manual_seed(0)
+    model = Moving(MOVES[move]).double()
+    for first in (0, 0, 0, 1, n - 1, 0):
+        compare(model, *rolled(first, n))
+
+
+def test_rows_that_move_in_a_way_that_no_operation_tells_are_found_out():
+    torch.manual_seed(0)
+    model = Moving(by_mask_and_sum).double()
+    compare(model, *rolled(0))
+    with pytest.warns(TaskInfoWarning, match="b.bias, b.weight, which the batches before"):
+        compare(model, *rolled(3))
+    for first in (0, 0, 0, 4, 2):  # nothing is kept any more, whatever the next ones look like
+        compare(model, *rolled(first))
+
+
+def test_proofs_are_made_again_ever_more_rarely(model, monkeypatch):
+    made = []
+    plan = Prover.plan
+    monkeypatch.setattr(Prover, "plan", lambda prover: made.append(len(used)) or plan(prover))
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    used: list[int] = []
+    for number in range(20):
+        used.append(number)
+        per_sample_squared_norms(model, torch.randn(5, 4, dtype=torch.float64))
+    assert made == [1, 2, 5, 17]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_proofs_last_for_attention(implementation):
+    heads, positions = 2, 3
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.c = nn.Linear(4, 12), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.qkv(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+            q, k, v = parts.unbind()
+            if implementation == "sdpa":
+                h = nn.functional.scaled_dot_product_attention(q, k, v)
+            else:
+                h = (q @ k.mT).softmax(-1) @ v
+            return self.c(h.transpose(1, 2).flatten(2))[:, 0]
+
+    torch.manual_seed(0)
+    assert plan(Attending().double(), torch.randn(4, positions, 4, dtype=torch.float64)).lasting
+
+
 def test_signatures_differ_with_operations_and_shapes(model):
     def signature(n: int) -> list:
         return Graph(model(data(n)[0]), trainable_parameters(model)).signature
@@ -237,7 +369,7 @@ def test_only_a_few_plans_are_kept():
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     for n in range(2, 15):
         per_sample_squared_norms(model, torch.randn(n, 4, dtype=torch.float64))
-    assert len(_KNOWN[model].plans) == 8
+    assert len(_KNOWN[model].plans.kept) == 8
 
 
 def test_the_graph_serves_it_all_the_same(model):
