@@ -6,11 +6,12 @@ chunks. For each chunk:
 
 1. **Forward.** The model runs once, in eval mode and in float32 or better. Its autograd graph knows
    every use of every parameter.
-2. **Plan** (:mod:`~lightning_taskinfo.fisher.graph`). In the graph, weights meet samples in
-   certain operations, the *uses*. Where they are, and which sample each row of their outputs
-   belongs to, is shown by a few backward passes. What was shown holds for every graph of the same
-   operations and shapes, unless an operation moves rows by their values; it is kept with the model,
-   so that most of the later measurements do without these passes.
+2. **Plan** (:mod:`~lightning_taskinfo.fisher.graph`, :mod:`~lightning_taskinfo.fisher.proof`). In
+   the graph, weights meet samples in certain operations, the *uses*. Where they are, and which
+   sample each row of their outputs belongs to, is shown by a few backward passes. What was shown
+   holds for every graph of the same operations and shapes, unless an operation moves rows by their
+   values; it is kept with the model, so that most of the later measurements do without these
+   passes.
 3. **Scores.** The likelihood turns outputs into scores: gradients of log-probabilities by the
    outputs. Labels are the dataset's, drawn from the model, or all of them by their probability.
 4. **Backward.** Each score is backpropagated to the outputs of the uses, no further: no weight
@@ -64,15 +65,9 @@ from lightning_taskinfo._sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Accumulator, Diagonal, Norms
 from lightning_taskinfo.fisher.fallback import Fallback, Forward, gradients_of_one
-from lightning_taskinfo.fisher.graph import (
-    Graph,
-    Plan,
-    Plans,
-    Prover,
-    Signature,
-    plan_of_one,
-)
+from lightning_taskinfo.fisher.graph import Graph, Signature
 from lightning_taskinfo.fisher.ops import BLOCK
+from lightning_taskinfo.fisher.proof import Plan, Plans, Prover, plan_of_one
 from lightning_taskinfo.fisher.terms import Arrivals, Gradients, backward
 from lightning_taskinfo.functional.likelihood import (
     Labels,

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_taskinfo._observe import at_least_float32
-from lightning_taskinfo.fisher.graph import Edge, Rows, like, pulled_to_weight, shape_of
+from lightning_taskinfo.fisher.graph import Edge, like, pulled_to_weight, shape_of
+from lightning_taskinfo.fisher.proof import Rows
 
 BLOCK = 1 << 21  # elements of per-sample gradients formed at once: 8 MB in float32
 FEW = 4096  # elements of a gradient up to which samples are squared together rather than one by one

@@ -18,7 +18,6 @@ from lightning_taskinfo._observe import at_least_float32
 from lightning_taskinfo.fisher.graph import (
     Edge,
     Graph,
-    Plan,
     pulled_back,
     pulled_to_weight,
     several_pulled_back,
@@ -37,6 +36,7 @@ from lightning_taskinfo.fisher.ops import (
     sum_of_squares,
     total,
 )
+from lightning_taskinfo.fisher.proof import Plan
 
 Part: TypeAlias = tuple[Use, list[Tensor]]  # a use, with arranged gradients by its output
 

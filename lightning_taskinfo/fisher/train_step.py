@@ -20,7 +20,8 @@ from torch.autograd.graph import Node
 
 from lightning_taskinfo._observe import ParamDict, at_least_float32
 from lightning_taskinfo._sharded import gathered_parameters
-from lightning_taskinfo.fisher.graph import Edge, Graph, Plan, Plans, Prover, shape_of
+from lightning_taskinfo.fisher.graph import Edge, Graph, shape_of
+from lightning_taskinfo.fisher.proof import Plan, Plans, Prover
 from lightning_taskinfo.fisher.terms import Arrivals, Gradients, unpack_hooks
 
 PLANS = 64  # kept of a training, as for sentences of different lengths

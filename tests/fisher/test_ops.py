@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_taskinfo.fisher.graph import Edge, Rows
+from lightning_taskinfo.fisher.graph import Edge
 from lightning_taskinfo.fisher.ops import CONVOLUTION, Conv, Grouped, Weight, blocks
+from lightning_taskinfo.fisher.proof import Rows
 
 N = 5
 CASES = {  # channels, outputs, kernel, input, options

@@ -1,0 +1,546 @@
+r"""Which sample each row of a use belongs to: **shown, not guessed**.
+
+Let :math:`u_n` be any scores of the outputs of sample :math:`n`, and *uses* the operations in a
+graph where weights may meet samples.
+
+1. Backpropagate :math:`\sum_n u_n` and :math:`\sum_n \pm u_n` with random signs. Where every entry
+   of a gradient belongs to one sample, the entries change their signs at most, and the norm stays.
+   Where the norm changes, samples are added up: the operation knows nothing of the samples, or
+   mixes them.
+2. Backpropagate :math:`\sum_n a_n u_n` to the uses, with :math:`a_n` that all differ. A row of
+   sample :math:`n` is :math:`a_n` times what it was, which tells :math:`n`: also where a batch was
+   sorted, masked or routed to experts.
+
+What was shown for one batch holds for another one only if no operation between uses and outputs can
+move rows by their values. By its name or its settings an operation tells (sorting, a row that is
+selected), a product by what is multiplied: ``onehot.T @ rows`` moves rows as the first factor says.
+What else there may be, such as a mask and a sum, shows when the proof is made again for some of the
+later batches (:class:`Plans`).
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import compress
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.nn.utils.rnn import pad_sequence
+
+from lightning_taskinfo._warn import warn
+from lightning_taskinfo.fisher.graph import Graph, Signature, Source, Uses, like, pulled_back
+
+# Operations that move rows to places that depend on data: what was shown for one batch says nothing
+# of another.
+MOVE_ROWS = re.compile(
+    "Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding"
+)
+# Products of two matrices, with the place of the left one.
+PRODUCTS = {"MmBackward0": 0, "BmmBackward0": 0, "AddmmBackward0": 1, "BaddbmmBackward0": 1}
+ATTENTION = "ScaledDotProduct"  # what such operations' names begin with
+
+Axes: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Which sample each row of a tensor belongs to; a row is a slice along one axis.
+
+    Attributes:
+        axis: The axis of the rows, after ``merged`` leading axes were made one.
+        merged: How many leading axes are read as one.
+        repeat: Rows of one sample, next to each other.
+        index: Row numbers ``[N, repeat]`` where they have another order; the number of rows stands
+            for no row.
+        chosen: The samples that are measured, if not all.
+    """
+
+    axis: int = 0
+    merged: int = 1
+    repeat: int = 1
+    index: Tensor | None = None
+    chosen: slice | None = None
+
+    def rows_first(self, x: Tensor) -> Tensor:
+        """Return ``x`` with its rows along axis 0."""
+        if self.merged > 1:
+            x = x.flatten(0, self.merged - 1)
+        return x.movedim(self.axis, 0) if self.axis else x
+
+    def samples_first(self, x: Tensor) -> Tensor:
+        """Return ``x`` as ``[N, repeat, ...]``, with zeros for no row."""
+        rows = self.rows_first(x)
+        if self.index is not None:
+            no_row = rows.new_zeros(1, *rows.shape[1:])
+            return torch.cat([rows, no_row])[self.numbers(len(rows))]
+        samples = rows.unsqueeze(1) if self.repeat == 1 else rows.unflatten(0, (-1, self.repeat))
+        return samples if self.chosen is None else samples[self.chosen]
+
+    def numbers(self, rows: int) -> Tensor:
+        """Return the numbers ``[N, repeat]`` of the samples' rows."""
+        numbers = self.index
+        if numbers is None:
+            numbers = torch.arange(rows, device="cpu").view(-1, self.repeat)
+        return numbers if self.chosen is None else numbers[self.chosen]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a weight meets samples.
+
+    Attributes:
+        number: Of the operation that uses it.
+        place: Its place among the operation's inputs.
+        source: Where it comes from.
+        rows: Which samples the rows of the operation's output belong to.
+        names: The parameters that it was computed from.
+        way: The kinds of operations from its parameter to it if they only move entries.
+    """
+
+    number: int
+    place: int
+    source: Source
+    rows: Rows
+    names: set[str]
+    way: tuple[str, ...] | None
+
+
+@dataclass
+class Plan:
+    """What was shown about a graph, good for all graphs like it if it is ``lasting``.
+
+    Attributes:
+        signature: Of the graph.
+        samples: How many there are.
+        places: Where weights meet samples.
+        lowest: The operations among those that no other one is below.
+        unshown: Parameters whose gradients cannot be told apart by sample, with the reason.
+        lasting: Whether what was shown holds for other data, as far as operations tell.
+        seen: Whether a sample's outputs were seen not to depend on the others of its batch.
+        moved: Parameters whose rows have another order than one sample after the other, or in turns.
+        asked: How often the plan was asked for again.
+    """
+
+    signature: Signature
+    samples: int
+    places: list[Place]
+    lowest: list[int]
+    unshown: dict[str, str]
+    lasting: bool = False
+    seen: bool = False
+    moved: set[str] = field(default_factory=set)
+    asked: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        samples: int,
+        uses: Uses,
+        rows: dict[int, Rows],
+        unshown: dict[str, str],
+    ) -> "Plan":
+        """Return a plan of the uses whose rows are known."""
+        places = []
+        for number, found in rows.items():
+            for place, source in uses[number].items():
+                names = graph.roots(source[0])
+                places.append(Place(number, place, source, found, names, graph.way(source[0])))
+        above = graph.behind(rows)
+        lowest = [number for number in rows if number not in above]
+        return cls(graph.signature, samples, places, lowest, unshown)
+
+
+class Plans:
+    """What was shown about a model, kept for graphs like those that it was shown for.
+
+    A plan that is asked for again for the 1st, 4th, 16th, … time is not given: then it is shown anew, for other data.
+    A network that moves rows by their values, in a way that no operation tells, and that had them in the usual order
+    at first, is found out by this, and nothing about it is kept any more.
+
+    Args:
+        limit: How many are kept, as for the last chunk of a batch, which is smaller.
+    """
+
+    def __init__(self, limit: int = 8) -> None:
+        self.limit = limit
+        self.kept: list[Plan] = []
+        self.moving = False
+
+    def find(
+        self,
+        graph: Graph,
+        samples: int,
+    ) -> Plan | None:
+        """Return the plan that fits a graph; None if there is none, or if it is to be shown again."""
+        plan = self._like(graph.signature, samples)
+        if plan is None:
+            return None
+        plan.asked += 1
+        power_of_four = plan.asked & (plan.asked - 1) == 0 and plan.asked.bit_length() % 2
+        return None if power_of_four else plan
+
+    def keep(self, plan: Plan) -> Plan:
+        """Keep a plan that was just shown, if it lasts, and return it, or the same one that was kept before."""
+        before = self._like(plan.signature, plan.samples)
+        if before is None:
+            if plan.lasting and not plan.unshown and not self.moving:
+                self.kept = [*self.kept[1 - self.limit :], plan]
+            return plan
+        changed = plan.moved | plan.unshown.keys()
+        if not changed:
+            before.seen = False  # look again whether samples depend on each other
+            return before if plan.lasting else plan
+        self.kept = []
+        self.moving = True
+        names = ", ".join(sorted(changed)[:3])
+        warn(
+            f"The model moves samples by their values on the way from {names}, which the batches before did not show: "
+            "what was measured on it so far may be wrong, from here on it is right."
+        )
+        return plan
+
+    def _like(
+        self,
+        signature: Signature,
+        samples: int,
+    ) -> Plan | None:
+        for plan in self.kept:
+            if plan.samples == samples and plan.signature == signature:
+                return plan
+        return None
+
+
+def plan_of_one(graph: Graph) -> Plan | None:
+    """Return the plan of a graph of one sample, to whom all rows belong; None where a use is unusual."""
+    uses = graph.uses(set())
+    rows: dict[int, Rows] = {}
+    for number, weights in uses.items():
+        shape = torch.Size(graph.signature[number][1][0])
+        if not shape or graph.unusual(number, weights):
+            return None
+        if shape.numel():  # not as of an expert without a token
+            rows[number] = Rows(repeat=shape[0])
+    if any(isinstance(node, BackwardCFunction) for node in graph.nodes):
+        return None
+    return Plan.of(graph, 1, uses, rows, {})
+
+
+@dataclass
+class Prover:
+    """Finds the uses in a graph, and the sample of each row, as the head of this file says.
+
+    Args:
+        graph: The graph.
+        samples: How many samples there are.
+        rounds: How often uses that mix samples are replaced by what uses them.
+        alone: The signature of the graph of one sample.
+        root: Where the samples are known: each has as many rows as the others, one sample after the
+            other. By default, at the outputs.
+    """
+
+    graph: Graph
+    samples: int
+    rounds: int = 4
+    alone: Signature | None = None
+    root: Any = None
+
+    def __post_init__(self) -> None:
+        graph, samples = self.graph, self.samples
+        self.root = self.root or graph.edge(0, graph.outputs.output_nr)
+        outputs = like(self.root)
+        kinds = {outputs.dtype}
+        for node in graph.nodes:
+            kinds.update(out.dtype for out in node._input_metadata if out.dtype.is_floating_point)
+        # Random numbers are the same on every device. One draw is as large as the outputs, which
+        # have a row for each token and a column for each word in a language model.
+        drawn: dict[str, Any] = {"device": "cpu"}
+        drawn["generator"] = torch.Generator().manual_seed(samples)
+        scores = torch.rand(outputs.shape, **drawn).add_(0.5)
+        scores.mul_(torch.randn(outputs.shape[1:], **drawn))  # so that samples do not cancel out
+        signs = torch.randint(2, (samples,), **drawn) * 2.0 - 1
+        signs[:1] = 1.0
+        signs[1:2] = -1.0
+        # Powers of two scale a gradient without rounding, so that even what is left of a sum of
+        # zero is told apart.
+        span = 12 if torch.float16 in kinds else 40  # which float16 has little room for
+        order = torch.randperm(samples, **drawn)
+        factors = torch.exp2((order - samples // 2) * min(1.0, span / samples))
+        where = (outputs.device, outputs.dtype)
+        self.scores = scores.to(*where)
+        self.signs = signs.to(*where)
+        self.factors = factors.to(*where)
+        self.eps = max(torch.finfo(kind).eps for kind in kinds)
+        self.unsure: set[int] = set()  # operations whose rows may be others in another batch
+        self.moved: set[int] = set()  # those among them whose rows have an order of their own
+
+    def plan(self) -> Plan:
+        """Return what can be shown."""
+        graph = self.graph
+        mixed, silent = self._mixed([*graph.uses(set())])
+        for _ in range(self.rounds):
+            uses = graph.uses(mixed)
+            self.unsure = set()
+            self.moved = set()
+            rows = self._rows([*uses])
+            failed = uses.keys() - rows.keys()
+            if not failed:
+                break
+            mixed |= failed
+        unshown = self._unshown(uses, {*rows}, mixed, silent)
+        plan = Plan.of(graph, self.samples, uses, rows, unshown)
+        for at in plan.places:
+            if at.number in self.moved:
+                plan.moved |= at.names
+        behind = graph.behind(rows)
+        moving = any(self._may_move(number) for number in behind)
+        open_ends = behind & mixed or (behind | {*rows}) & silent or self.unsure
+        plan.lasting = not (moving or open_ends or unshown) and self._independent(mixed)
+        return plan
+
+    def _may_move(self, number: int) -> bool:
+        """Whether an operation may move rows to places that depend on data, or nothing is known about it."""
+        own = isinstance(self.graph.nodes[number], BackwardCFunction)  # a function of the user's
+        return own or MOVE_ROWS.search(self.graph.kind(number)) is not None
+
+    def _independent(self, mixed: set[int]) -> bool:
+        """Whether what samples are added up in looks the same for one sample, as what knows nothing of samples does."""
+        signature = self.graph.signature
+        alone = self.alone or []
+        same_size = len(alone) == len(signature)
+        return not mixed or (same_size and all(alone[i] == signature[i] for i in mixed))
+
+    def _unshown(
+        self,
+        uses: Uses,
+        shown: set[int],
+        mixed: set[int],
+        silent: set[int],
+    ) -> dict[str, str]:
+        """Return the parameters that other engines have to serve, each with the operation that is the reason."""
+        graph = self.graph
+        root = graph.nodes.index(self.root.node)
+        odd = uses.keys() - shown
+        odd |= {number for number, weights in uses.items() if graph.unusual(number, weights)}
+        # What mixes samples, and has rows of samples behind it, would count these rows twice.
+        odd |= graph.behind(uses.keys() - odd, blocked=silent) & mixed
+        odd |= {root} & mixed
+        odd |= uses.keys() - graph.below(root)  # as of a penalty on weights
+        unshown: dict[str, str] = {}
+        for number in odd:
+            unshown = dict.fromkeys(graph.roots(number), graph.kind(number)) | unshown
+        return unshown
+
+    def _backward(
+        self,
+        numbers: list[int],
+        by_sample: Tensor | None,
+        *,
+        watched: Iterable[int],
+        note: Callable[[int, Sequence[Tensor | None]], None],
+    ) -> list[Tensor | None]:
+        """Backpropagate the scores, times a number for each sample, to the outputs of some operations.
+
+        On the way, note the gradients by the outputs of those that are watched.
+        """
+        if not numbers:
+            return []
+        scores = self.scores
+        if by_sample is not None:
+            of_samples = scores.view(self.samples, -1) * by_sample.unsqueeze(1)
+            scores = of_samples.view(scores.shape)
+        edges = [self.graph.edge(number) for number in numbers]
+        nodes = self.graph.nodes
+        handles = [nodes[number].register_prehook(partial(note, number)) for number in watched]
+        try:
+            return [*pulled_back(self.root, edges, scores)]
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # 1. Where samples are added up
+
+    def _mixed(self, uses: list[int]) -> tuple[set[int], set[int]]:
+        """Return the operations at whose outputs samples are added up, and those that no gradient reaches."""
+        plain = self._norms(uses, None)
+        signed = self._norms(uses, self.signs)
+        numbers = [number for number in plain if number in signed]
+        before = torch.stack([plain[number] for number in numbers])
+        after = torch.stack([signed[number] for number in numbers])
+        largest = torch.maximum(before, after)
+        changed = (before - after).abs() > 512 * self.eps * largest
+        mixed = {*compress(numbers, changed.tolist())}
+        silent = {*compress(numbers, (largest == 0).tolist())}
+        return mixed, silent
+
+    def _norms(
+        self,
+        uses: list[int],
+        by_sample: Tensor | None,
+    ) -> dict[int, Tensor]:
+        """Return the squared norm of the gradient at the output of every operation down to ``uses``."""
+        norms: dict[int, Tensor] = {}
+
+        def note(
+            number: int,
+            gradients: Sequence[Tensor | None],
+        ) -> None:
+            squared = torch.zeros((), dtype=torch.float64, device=self.signs.device)
+            for g in gradients:
+                if g is not None:
+                    squared += torch.linalg.vector_norm(g).square()
+            norms[number] = squared
+
+        above = self.graph.behind(uses)
+        captured = self._backward(uses, by_sample, watched=above, note=note)
+        for number, b in zip(uses, captured, strict=True):
+            note(number, [b])
+        return norms
+
+    # 2. Whose the rows are
+
+    def _rows(self, numbers: list[int]) -> dict[int, Rows]:
+        """Return which sample each row belongs to, by operation, without those of which a row belongs to several."""
+        nobody = torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device)
+        lines = self._lines(self.graph.behind(numbers) | {*numbers})
+        plain, plain_norms = self._with_lines(numbers, None, lines)
+        scaled, scaled_norms = self._with_lines(numbers, self.factors, lines)
+        found: dict[int, Rows] = {}
+        for number, b, c in zip(numbers, plain, scaled, strict=True):
+            rows = Rows(index=nobody) if b is None or c is None else self._rows_of(number, b, c)
+            if rows is not None:
+                found[number] = rows
+        for line in plain_norms.keys() & scaled_norms.keys():
+            b = plain_norms[line]
+            if self._samples(b, scaled_norms[line], self._floor(b)) is None:
+                self.unsure.add(line[0])
+        return found
+
+    def _with_lines(
+        self,
+        numbers: list[int],
+        by_sample: Tensor | None,
+        lines: dict[int, list[Axes]],
+    ) -> tuple[list[Tensor | None], dict[tuple[int, Axes], Tensor]]:
+        """Return the gradients by outputs of some operations, and the norms ``[lines, 1]`` of others' along axes."""
+        norms: dict[tuple[int, Axes], Tensor] = {}
+
+        def note(
+            number: int,
+            gradients: Sequence[Tensor | None],
+        ) -> None:
+            b = gradients[0]
+            for axes in lines[number] if b is not None else ():
+                along = torch.linalg.vector_norm(b, dim=axes)
+                norms[number, axes] = along.view(-1, 1)
+
+        on_the_way = lines.keys() - {*numbers}
+        captured = self._backward(numbers, by_sample, watched=on_the_way, note=note)
+        for number, b in zip(numbers, captured, strict=True):
+            if number in lines:
+                note(number, [b])
+        return captured, norms
+
+    def _lines(self, numbers: set[int]) -> dict[int, list[Axes]]:
+        """Return the products among operations, with the axes along which they must have entries of one sample only.
+
+        A row of the left factor's gradient is made of the same row of the output's, and a column of the right one's of
+        the same column: these stay with their samples, whatever they are multiplied with. A factor does not matter if
+        no gradient of a sample flows into it, as into a weight.
+        """
+        lines: dict[int, list[Axes]] = {}
+        for number in numbers:
+            kind = self.graph.kind(number)
+            if kind.startswith(ATTENTION):
+                lines[number] = [(-2, -1)]
+            if kind not in PRODUCTS:
+                continue
+            factors = self.graph.signature[number][2][PRODUCTS[kind] :]
+            flows = [source is not None and source[0] in numbers for source in factors]
+            lines[number] = [*compress([(-1,), (-2,)], flows)]
+        return lines
+
+    def _rows_of(
+        self,
+        number: int,
+        plain: Tensor,
+        scaled: Tensor,
+    ) -> Rows | None:
+        """Try each axis, and then leading axes that are read as one."""
+        sizes = plain.shape
+        floor = self._floor(plain)
+        ways = [Rows(axis=axis) for axis in range(len(sizes))]
+        ways += [Rows(merged=merged) for merged in range(2, len(sizes))]
+        for way in ways:
+            rows = way.rows_first(plain)
+            samples = self._samples(rows, way.rows_first(scaled), floor)
+            if samples is not None:
+                return self._in_order(number, samples, way)
+        return None
+
+    def _floor(self, plain: Tensor) -> float:
+        """Return the norm below which a row is rounding."""
+        return 16 * self.eps * float(torch.linalg.vector_norm(plain))
+
+    def _samples(
+        self,
+        plain: Tensor,
+        scaled: Tensor,
+        floor: float,
+    ) -> Tensor | None:
+        """Return the sample of each row, -1 where it has no gradient; None if a row belongs to several samples."""
+        if plain.numel() == 0:
+            return torch.full((len(plain),), -1, device=plain.device)
+        plain = plain.reshape(len(plain), -1)
+        scaled = scaled.reshape(len(scaled), -1)
+        norms = torch.linalg.vector_norm(plain, dim=1)
+        ratio = torch.linalg.vector_norm(scaled, dim=1) / norms
+        # The sample whose factor is nearest, and whether it explains the row.
+        known, order = self.factors.sort()
+        middle = (known[1:] * known[:-1]).sqrt()
+        sample = order[torch.bucketize(ratio, middle)]
+        factor = self.factors[sample]
+        expected = factor.unsqueeze(1) * plain
+        off = torch.linalg.vector_norm(scaled - expected, dim=1)
+        fits = off <= self.eps**0.5 * factor * norms
+        nothing = norms <= floor
+        if not bool((fits | nothing).all()):
+            return None
+        return sample.masked_fill(nothing & ~fits | (norms == 0), -1)
+
+    def _in_order(
+        self,
+        number: int,
+        samples: Tensor,
+        way: Rows,
+    ) -> Rows:
+        """Return the rows of each sample, and note whether they may be other ones in another batch.
+
+        Rows without a gradient, as behind a mask, tell nothing. Whatever they are taken for is right for this batch.
+        For another one their samples must follow from the others': all samples have rows, one after the other or in
+        turns, and only one of these two orders fits.
+        """
+        n, count = self.samples, len(samples)
+        known = samples >= 0
+        self.unsure.add(number)
+        if count and count % n == 0:
+            repeat = count // n
+            numbers = torch.arange(count, device=samples.device)
+            in_blocks = torch.equal(samples[known], (numbers // repeat)[known])
+            in_turns = torch.equal(samples[known], (numbers % n)[known])
+            every_one = len(samples[known].unique()) == n
+            if every_one and (in_blocks or in_turns) and (repeat == 1 or in_blocks != in_turns):
+                self.unsure.remove(number)
+            if in_blocks:
+                return replace(way, repeat=repeat)
+            if in_turns:
+                return replace(way, repeat=repeat, index=numbers.view(repeat, n).T)
+        self.moved.add(number)
+        counts = torch.bincount(samples[known], minlength=n).tolist()
+        unknown = count - sum(counts)
+        rows = samples.argsort(stable=True)[unknown:]  # -1 comes first
+        index = pad_sequence(rows.split(counts), batch_first=True, padding_value=count)
+        return replace(way, repeat=index.shape[1], index=index)

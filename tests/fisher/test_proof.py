@@ -1,0 +1,410 @@
+"""What is shown about a model, and when it holds again; it never makes a later measurement wrong."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_taskinfo import TaskInfoWarning
+from lightning_taskinfo._observe import trainable_parameters
+from lightning_taskinfo.fisher import engines_used, per_sample_squared_norms
+from lightning_taskinfo.fisher.graph import Graph
+from lightning_taskinfo.fisher.measure import _KNOWN
+from lightning_taskinfo.fisher.proof import Prover
+from tests.fisher.test_measure import empirical
+
+
+class Changing(nn.Module):
+    """A network whose way of computing hangs on things that no shape of an input or parameter shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.gate = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.way = "plain"
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        if self.way == "twice":
+            h = self.b(self.b(h).tanh())
+        elif self.way == "raw":
+            h = h @ self.b.weight.T + self.b.bias
+        elif self.way == "time first":
+            h = self.b(h.transpose(0, 1)).transpose(0, 1)
+        else:
+            h = self.b(h)
+        h = h + self.gate * h.mean(0)
+        return self.c(h.tanh())[:, -1]
+
+
+@pytest.fixture
+def model() -> Changing:
+    torch.manual_seed(0)
+    return Changing().double()
+
+
+def data(n: int, positions: int = 6) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, positions, 4, dtype=torch.float64), torch.randint(3, (n,))
+
+
+def check(model: nn.Module, n: int, positions: int = 6) -> None:
+    x, y = data(n, positions)
+    expected = sum(g.flatten(1).square().sum(1) for g in empirical(model, x, y).values())
+    norms = per_sample_squared_norms(model, x, y, labels="empirical")
+    torch.testing.assert_close(norms, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 6, 7])
+def test_other_numbers_of_samples(model, n):
+    check(model, 8)
+    check(model, n)
+
+
+@pytest.mark.parametrize(
+    "n", [6, 7]
+)  # as many as there are positions, where shapes do not tell, and not
+@pytest.mark.parametrize("way", ["twice", "raw", "time first"])
+def test_another_way_through_the_same_modules(model, way, n):
+    check(model, n)
+    model.way = way
+    check(model, n)
+    model.way = "plain"
+    check(model, n)
+
+
+def test_samples_that_begin_to_depend_on_each_other(model):
+    check(model, 7)
+    model.gate.data.fill_(1.0)
+    with pytest.warns(UserWarning, match="outputs for a sample depend on the others"):
+        check(model, 7)  # the loop runs batches of one
+
+
+def test_other_inputs_and_other_layers(model):
+    check(model, 7)
+    check(model, 7, positions=5)
+    model.b = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 5)).double()
+    check(model, 7, positions=5)
+
+
+def test_a_parameter_that_is_frozen_or_tied_later(model):
+    check(model, 7)
+    model.a.weight.requires_grad_(False)
+    check(model, 7)
+    model.b.weight = nn.Parameter(torch.randn(5, 5, dtype=torch.float64))
+    model.d = nn.Linear(5, 5)
+    model.d.weight = model.b.weight
+    check(model, 7)
+
+
+def test_a_model_is_not_kept_alive():
+    model = Changing().double()
+    check(model, 7)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+def plan(model, x):
+    alone, graph = (Graph(model(some), trainable_parameters(model)) for some in (x[:1], x))
+    return Prover(graph, len(x), rounds=4, alone=alone.signature).plan()
+
+
+def test_a_proof_is_used_again(model, monkeypatch):
+    model.gate.data.fill_(1e-30)  # not zero, so that a gradient arrives everywhere
+    model.way = "raw"
+
+    def forward(x):
+        return model.c(model.a(x).tanh())[:, -1]
+
+    model.forward = forward
+    x, y = data(7)
+    for _ in range(2):  # shown for the first batch, and for the next
+        expected = per_sample_squared_norms(model, x, y, labels="empirical")
+    monkeypatch.setattr(Prover, "plan", None)
+    torch.testing.assert_close(per_sample_squared_norms(model, x, y, labels="empirical"), expected)
+    with pytest.raises(TypeError, match="not callable"):
+        per_sample_squared_norms(model, *data(6), labels="empirical")
+
+
+def test_no_proof_lasts_where_a_branch_has_no_gradient_or_mixes_a_little(model):
+    x = data(7)[0]
+    assert not plan(model, x).lasting  # the gate is zero
+    model.gate.data.fill_(1e-12)
+    assert not plan(model, x).lasting
+    model.gate.data.fill_(1e-20)
+    assert not plan(model, x).lasting
+
+
+def test_no_proof_lasts_where_rows_are_moved():
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.c = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            i = x[:, 0].argsort()
+            return self.c(self.a(x[i]).tanh()[i.argsort()])
+
+    found = plan(Sorted().double(), torch.randn(7, 4, dtype=torch.float64))
+    assert not found.lasting
+    assert not found.unshown
+
+
+class Padded(nn.Module):
+    """Positions up to a length, which is the first feature; the layer sees them in some order of rows."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, positions, _ = x.shape
+        if self.order == "time first":
+            h = self.a(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (positions, n)).transpose(0, 1)
+        elif self.order == "between":  # rows of (half of the positions, sample, the other half)
+            halves = x.unflatten(1, (2, -1)).transpose(0, 1)  # [2, N, T/2, D]
+            h = self.a(halves.flatten(0, 2)).unflatten(0, halves.shape[:3])
+            h = h.transpose(0, 1).flatten(1, 2)
+        else:
+            h = self.a(x.flatten(0, 1)).unflatten(0, (n, positions))
+        mask = torch.arange(positions) < x[:, 0, :1]
+        return self.c((h.tanh() * mask.unsqueeze(-1)).sum(1))
+
+
+def padded(lengths: list[int]) -> tuple[Tensor, Tensor]:
+    x, y = data(len(lengths))
+    x[:, 0, 0] = torch.tensor(lengths)
+    return x, y
+
+
+@pytest.mark.parametrize("order", ["sample first", "time first", "between"])
+@pytest.mark.parametrize(
+    "first", [[1, 1, 1, 1, 1], [0, 0, 3, 0, 0], [2, 3, 1, 2, 2]], ids=["short", "one", "mixed"]
+)
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_rows_without_a_gradient_in_one_batch_count_in_the_next(order, first, chunk_size):
+    torch.manual_seed(0)
+    model = Padded(order).double()
+    batches = [padded(first), padded([6, 6, 6, 6, 6])]
+    if chunk_size:  # one measurement, whose chunks they are
+        batches = [tuple(torch.cat(part) for part in zip(*batches, strict=True))]
+    for x, y in batches:
+        expected = sum(g.flatten(1).square().sum(1) for g in empirical(model, x, y).values())
+        norms = per_sample_squared_norms(model, x, y, labels="empirical", chunk_size=chunk_size)
+        torch.testing.assert_close(norms, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_proofs_last_for_the_usual_orders_of_rows_though_some_are_masked():
+    x, _ = padded([2, 3, 1, 2, 2])
+    for order, lasting in (("sample first", True), ("time first", True), ("between", False)):
+        assert plan(Padded(order).double(), x).lasting == lasting, order
+
+
+def test_no_proof_lasts_where_two_orders_of_rows_fit():
+    """Of two samples with two rows each, the first and the last row: blocks and turns both fit."""
+    x = torch.randn(2, 2, 4, dtype=torch.float64)
+    x[:, 0, 0] = torch.tensor([1.0, 2.0])  # positions 0 of the one, and 0 and 1 of the other
+    model = Padded("sample first").double()
+    assert plan(model, x).lasting
+
+    class Ends(Padded):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x.flatten(0, 1)).unflatten(0, x.shape[:2]).tanh()
+            mask = torch.eye(2, dtype=x.dtype)[: len(x)]
+            return self.c((h * mask.unsqueeze(-1)).sum(1))
+
+    assert not plan(Ends("sample first").double(), x).lasting
+
+
+class Function(torch.autograd.Function):
+    """Moves rows where only the function itself knows it."""
+
+    @staticmethod
+    def forward(ctx, x, order):
+        ctx.save_for_backward(order)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx, b):
+        (order,) = ctx.saved_tensors
+        return b[order.argsort()], None
+
+
+def by_product(h: Tensor, order: Tensor) -> Tensor:
+    return torch.einsum("en,nd->ed", torch.eye(len(h), dtype=h.dtype)[order], h)
+
+
+def by_batched_product(h: Tensor, order: Tensor) -> Tensor:
+    """As many products as there are samples: sizes do not tell."""
+    onehot = torch.eye(len(h), dtype=h.dtype)[order]
+    several = torch.stack([onehot] * len(h)) @ torch.stack([h] * len(h))
+    return several[0]
+
+
+def by_selection(h: Tensor, order: Tensor) -> Tensor:
+    return torch.stack([h[i] for i in order.tolist()])
+
+
+def by_rolling(h: Tensor, order: Tensor) -> Tensor:
+    return h.roll(-int(order[0]), 0)
+
+
+def by_mask_and_sum(h: Tensor, order: Tensor) -> Tensor:
+    mask = torch.eye(len(h), dtype=h.dtype)[order]
+    return (mask.unsqueeze(-1) * h).sum(1)
+
+
+class Moving(nn.Module):
+    """Layers that see the samples in an order that the inputs tell."""
+
+    def __init__(self, move) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.move = move
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = int(x[:, 0].argmin())
+        order = torch.arange(start, start + len(x)) % len(x)
+        h = self.b(self.move(self.a(x).tanh(), order)).sin()
+        return self.c(self.move(h, order.argsort()))
+
+
+MOVES = {
+    "product": by_product,
+    "batched product": by_batched_product,
+    "selection": by_selection,
+    "rolling": by_rolling,
+    "function": Function.apply,
+}
+
+
+def rolled(first: int, n: int = 5) -> tuple[Tensor, Tensor]:
+    """Samples of which the layers see this one first."""
+    x, y = torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))
+    x[:, 0] = 1 + torch.arange(n)
+    x[first, 0] = 0.0
+    return x, y
+
+
+def compare(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    expected = sum(g.flatten(1).square().sum(1) for g in empirical(model, x, y).values())
+    norms = per_sample_squared_norms(model, x, y, labels="empirical")
+    torch.testing.assert_close(norms, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("n", [2, 5])
+def test_no_proof_lasts_where_rows_may_move_by_their_values(move, n):
+    """Several batches are in order, so that shapes and proofs are those of a network that moves nothing."""
+    torch.manual_seed(0)
+    model = Moving(MOVES[move]).double()
+    for first in (0, 0, 0, 1, n - 1, 0):
+        compare(model, *rolled(first, n))
+
+
+def test_rows_that_move_in_a_way_that_no_operation_tells_are_found_out():
+    torch.manual_seed(0)
+    model = Moving(by_mask_and_sum).double()
+    compare(model, *rolled(0))
+    with pytest.warns(TaskInfoWarning, match="b.bias, b.weight, which the batches before"):
+        compare(model, *rolled(3))
+    for first in (0, 0, 0, 4, 2):  # nothing is kept any more, whatever the next ones look like
+        compare(model, *rolled(first))
+
+
+def test_proofs_are_made_again_ever_more_rarely(model, monkeypatch):
+    made = []
+    plan = Prover.plan
+    monkeypatch.setattr(Prover, "plan", lambda prover: made.append(len(used)) or plan(prover))
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    used: list[int] = []
+    for number in range(20):
+        used.append(number)
+        per_sample_squared_norms(model, torch.randn(5, 4, dtype=torch.float64))
+    assert made == [1, 2, 5, 17]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_proofs_last_for_attention(implementation):
+    heads, positions = 2, 3
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.c = nn.Linear(4, 12), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.qkv(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+            q, k, v = parts.unbind()
+            if implementation == "sdpa":
+                h = nn.functional.scaled_dot_product_attention(q, k, v)
+            else:
+                h = (q @ k.mT).softmax(-1) @ v
+            return self.c(h.transpose(1, 2).flatten(2))[:, 0]
+
+    torch.manual_seed(0)
+    assert plan(Attending().double(), torch.randn(4, positions, 4, dtype=torch.float64)).lasting
+
+
+def test_only_a_few_plans_are_kept():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    for n in range(2, 15):
+        per_sample_squared_norms(model, torch.randn(n, 4, dtype=torch.float64))
+    assert len(_KNOWN[model].plans.kept) == 8
+
+
+def test_the_graph_serves_it_all_the_same(model):
+    x, y = data(7)
+    first, again = (engines_used(model, x, y) for _ in range(2))
+    assert first == again == dict.fromkeys(first, "graph")
+
+
+class Double(TorchDispatchMode):
+    """Notes the size of the largest float64 tensor that is made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.dtype == torch.float64:
+            self.largest = max(self.largest, made.numel())
+        return made
+
+
+def test_a_proof_needs_no_more_precision_than_the_outputs_have():
+    """The outputs of a language model have a column for each word: a copy of them in float64 is large."""
+    model = nn.Linear(4, 100)
+    graph = Graph(model(torch.randn(7, 4)), trainable_parameters(model))
+    with Double() as made:
+        Prover(graph, 7, rounds=4).plan()
+    assert made.largest < 100  # norms by operation
+
+
+class ComputedFromEachOther(nn.Module):
+    """An operation that takes a weight, and another one that is computed from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.weight, x, self.weight.exp()) + torch.addcmul(
+            x, self.weight, self.weight
+        )
+
+
+@pytest.mark.filterwarnings("ignore:The graph does not show")
+@pytest.mark.parametrize("n", [1, 5])
+def test_inputs_of_an_operation_that_are_computed_from_each_other_count_once(n):
+    torch.manual_seed(0)
+    model = ComputedFromEachOther()
+    x, y = torch.randn(n, 3, dtype=torch.float64), torch.arange(n) % 3
+    rows = empirical(model, x, y)["weight"]
+    torch.testing.assert_close(
+        per_sample_squared_norms(model, x, y, labels="empirical"), rows.square().sum(1)
+    )
