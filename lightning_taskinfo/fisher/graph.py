@@ -26,6 +26,8 @@ MOVE_ENTRIES = re.compile(
     r"(T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Unsqueeze|Squeeze|Alias|Clone|Slice|Select|Split|"
     r"SplitWithSizes|UnsafeSplit|Unbind|Narrow|Diagonal)Backward\d"
 )
+WHOLE = (int, tuple)  # kinds of settings that may say where rows go
+
 Source: TypeAlias = tuple[int, int]  # number of an operation, and which of its outputs
 Uses: TypeAlias = dict[int, dict[int, Source]]  # numbers of operations, with weights by place
 Signature: TypeAlias = list[tuple[Any, ...]]
@@ -177,7 +179,7 @@ def _settings(node: Any) -> list[Any]:
     """Return the whole numbers that an operation has kept beside its tensors, such as axes, indices and sizes."""
     kind: Any = type(node)
     values = [getattr(node, name) for name in _settings_names(kind)]
-    return [value for value in values if isinstance(value, int | tuple)]
+    return [value for value in values if isinstance(value, WHOLE)]
 
 
 @cache

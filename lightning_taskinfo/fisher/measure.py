@@ -149,10 +149,11 @@ def measure(
     """Send the gradients of every sample into ``accumulator``; return which engine served which parameter."""
     n = sample_count(inputs)
     inputs, targets = with_targets(model, inputs, targets, request.forward_fn)
-    _check_batch(model, targets, n)
+    observed = parts(model)
+    _check_modules(model, observed.modules)
+    _check_targets(targets, n)
     if request.forward_fn is None:
         call_on(model, inputs)  # before anything is watched
-    observed = parts(model)
     with observing_once(observed), full_precision(observed), resharding(model):
         return Measurement(model, take(inputs, _usable), targets, request, accumulator).run(n)
 
@@ -446,21 +447,28 @@ class Measurement:
         return "reentrant checkpointing" if plan is None else plan.unshown.get(min(names), "")
 
 
-def _check_batch(
+def _check_modules(
     model: nn.Module,
-    targets: Any,
-    n: int,
+    modules: list[nn.Module],
 ) -> None:
-    """Raise a ``ValueError`` if samples would be mixed, or targets are not those of ``n`` samples."""
-    for name, module in model.named_modules():
+    """Raise a ``ValueError`` if a module mixes the samples."""
+    for module in modules:
         if not isinstance(module, _BatchNorm):
             continue
         if module.training or module.running_mean is None:
+            names = {id(part): name for name, part in model.named_modules()}
             raise ValueError(
-                f"BatchNorm {name!r} is in train mode, or has no other, and normalises with the statistics of the "
-                "batch: it mixes the samples, and none has a gradient of its own; call `model.eval()` first, or "
-                "measure inside `observing(model)`, with `track_running_stats=True`."
+                f"BatchNorm {names[id(module)]!r} is in train mode, or has no other, and normalises with the "
+                "statistics of the batch: it mixes the samples, and none has a gradient of its own; call "
+                "`model.eval()` first, or measure inside `observing(model)`, with `track_running_stats=True`."
             )
+
+
+def _check_targets(
+    targets: Any,
+    n: int,
+) -> None:
+    """Raise a ``ValueError`` if targets are not those of ``n`` samples."""
     if targets is not None and not isinstance(targets, Tensor):
         got = targets if isinstance(targets, str) else type(targets)
         raise ValueError(f"`targets` must be a tensor, got {got!r}.")
