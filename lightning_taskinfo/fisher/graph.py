@@ -136,6 +136,19 @@ class Graph:
         below = self.below(number)
         return {name for name, leaf in self.leaves.items() if leaf in below}
 
+    def comes_back(
+        self,
+        number: int,
+        place: int,
+        source: Source,
+    ) -> bool:
+        """Whether another input of an operation was computed from the weight at one of its places."""
+        if len(self.consumers[source[0]]) == 1:
+            return False
+        others = [*self.signature[number][2]]
+        del others[place]
+        return any(source[0] in self.below(other[0]) for other in others if other is not None)
+
     def unusual(
         self,
         number: int,
@@ -242,8 +255,11 @@ def several_pulled_back(
         except Exception:
             pass  # of an operation of the user's; if it is no matter of vmap, it comes again
     one_by_one = [pulled_back(output, sources, gradient) for gradient in gradients]
-    found = zip(*one_by_one, strict=True)
-    return [None if parts[0] is None else torch.stack(parts) for parts in found]
+    found = []
+    for parts in zip(*one_by_one, strict=True):
+        known = [part.to_dense() for part in parts if part is not None]
+        found.append(torch.stack(known) if known else None)
+    return found
 
 
 def pulled_to_weight(

@@ -68,7 +68,7 @@ from lightning_taskinfo.fisher.fallback import Fallback, Forward, gradients_of_o
 from lightning_taskinfo.fisher.graph import Graph, Signature
 from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.fisher.proof import Plan, Plans, Prover, plan_of_one
-from lightning_taskinfo.fisher.terms import Arrivals, Gradients, backward
+from lightning_taskinfo.fisher.terms import Arrivals, Gradients, backward, counted_twice
 from lightning_taskinfo.functional.likelihood import (
     Labels,
     Likelihood,
@@ -365,7 +365,8 @@ class Measurement:
         if graph is None or any("CheckpointFunction" in node.name() for node in graph.nodes):
             return None  # reentrant checkpointing allows a backward pass to the parameters only
         if n == 1:
-            return plan_of_one(graph)
+            whole = plan_of_one(graph)
+            return None if whole is not None and counted_twice(graph, whole) else whole
         assert self.known is not None
         plan = self.known.plans.find(graph, n)
         if plan is not None:
@@ -376,6 +377,7 @@ class Measurement:
             if p.grad is not None:  # by a backward pass inside of an operation, unseen in the graph
                 p.grad = None
                 plan.unshown[name] = "a use that autograd does not see"
+        plan.unshown |= counted_twice(graph, plan)
         if self.sharded:  # what is computed from a weight has no graph once the weight is a shard
             for found in Arrivals(graph, plan, print).waiting.values():
                 for one in found:
@@ -393,10 +395,12 @@ class Measurement:
         """Whether the outputs of a sample depend on the batch it is in: looked at where nothing is known."""
         seen = plan is not None and plan.seen
         if self.mixing is None and len(outputs) > 1 and not seen:
-            if self.alone is None:
-                with torch.no_grad():
-                    self.alone = self._outputs(_row(inputs, 0), 1)
-            self.mixing = _differ(self.alone, outputs.detach())
+            with torch.no_grad():
+                # The first and the last: rows of a batch that is read as a sequence depend on those
+                # before them, or behind them.
+                first = self._outputs(_row(inputs, 0), 1) if self.alone is None else self.alone
+                last = self._outputs(_row(inputs, len(outputs) - 1), 1)
+                self.mixing = _differ(torch.cat([first, last]), outputs.detach())
             if self.mixing:
                 warn(
                     "The model's outputs for a sample depend on the others of its batch; each is measured alone."
@@ -498,9 +502,9 @@ def _differ(
     alone: Tensor,
     outputs: Tensor,
 ) -> bool:
-    """Whether the first row of outputs is another one alone, by more than rounding; not if it is NaN."""
+    """Whether the first and the last row of outputs are others alone, by more than rounding; not if they are NaN."""
     largest = partial(torch.linalg.vector_norm, ord=math.inf)
-    difference = largest(alone - outputs[:1])
+    difference = largest(alone - outputs[[0, -1]])
     return bool(difference > torch.finfo(alone.dtype).eps ** 0.5 * largest(outputs))
 
 

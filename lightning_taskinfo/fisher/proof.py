@@ -36,7 +36,8 @@ from lightning_taskinfo.fisher.graph import Graph, Signature, Source, Uses, like
 # Operations that move rows to places that depend on data: what was shown for one batch says nothing
 # of another.
 MOVE_ROWS = re.compile(
-    "Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding"
+    "Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding|"
+    "Segment|Sparse"
 )
 # Products of two matrices, with the place of the left one.
 PRODUCTS = {"MmBackward0": 0, "BmmBackward0": 0, "AddmmBackward0": 1, "BaddbmmBackward0": 1}
@@ -98,6 +99,7 @@ class Place:
         rows: Which samples the rows of the operation's output belong to.
         names: The parameters that it was computed from.
         way: The kinds of operations from its parameter to it if they only move entries.
+        comes_back: Whether another input of the operation was computed from it.
     """
 
     number: int
@@ -106,6 +108,7 @@ class Place:
     rows: Rows
     names: set[str]
     way: tuple[str, ...] | None
+    comes_back: bool
 
 
 @dataclass
@@ -148,7 +151,9 @@ class Plan:
         for number, found in rows.items():
             for place, source in uses[number].items():
                 names = graph.roots(source[0])
-                places.append(Place(number, place, source, found, names, graph.way(source[0])))
+                way = graph.way(source[0])
+                back = graph.comes_back(number, place, source)
+                places.append(Place(number, place, source, found, names, way, back))
         above = graph.behind(rows)
         lowest = [number for number in rows if number not in above]
         return cls(graph.signature, samples, places, lowest, unshown)

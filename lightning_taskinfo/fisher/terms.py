@@ -343,6 +343,25 @@ def backward(
         arrivals.add(operation, None)
 
 
+def counted_twice(
+    graph: Graph,
+    plan: Plan,
+) -> dict[str, str]:
+    """Return the parameters whose gradients would be counted twice, with the kind of the operation that does.
+
+    An operation's own backward pass goes on through all of its inputs, also through those that were
+    computed from the weight that it is run for.
+    """
+    found: dict[str, str] = {}
+    for at in plan.places:
+        if at.comes_back:
+            node = graph.nodes[at.number]
+            use = read(Weight(node, at.place, graph.edge(*at.source), at.rows, at.way))
+            if isinstance(use, Other):
+                found |= dict.fromkeys(at.names, graph.kind(at.number))
+    return found
+
+
 # --- What has been put in the place of tensors that operations have saved, as by checkpointing
 
 

@@ -22,7 +22,7 @@ from lightning_taskinfo._observe import ParamDict, at_least_float32
 from lightning_taskinfo._sharded import gathered_parameters
 from lightning_taskinfo.fisher.graph import Edge, Graph, shape_of
 from lightning_taskinfo.fisher.proof import Plan, Plans, Prover
-from lightning_taskinfo.fisher.terms import Arrivals, Gradients, unpack_hooks
+from lightning_taskinfo.fisher.terms import Arrivals, Gradients, counted_twice, unpack_hooks
 
 PLANS = 64  # kept of a training, as for sentences of different lengths
 # Products of two tensors, with the place of the first of the two.
@@ -122,7 +122,7 @@ class StepRecorder:
             # What knows nothing of the samples need not be told from what depends on all: so does a
             # sample's loss.
             plan = Prover(graph, samples, alone=graph.signature, root=root).plan()
-        reasons = plan.unshown | _mixing(graph, plan)
+        reasons = plan.unshown | _mixing(graph, plan) | counted_twice(graph, plan)
         for name, kind in reasons.items():
             raise ValueError(
                 f"it cannot be shown which sample the gradient of {name!r} belongs to: {kind} mixes the samples, or "

@@ -408,3 +408,115 @@ def test_inputs_of_an_operation_that_are_computed_from_each_other_count_once(n):
     torch.testing.assert_close(
         per_sample_squared_norms(model, x, y, labels="empirical"), rows.square().sum(1)
     )
+
+
+class Shared(nn.Module):
+    """A weight that an operation takes, beside something that was computed from it and from samples."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.rand(4) + 0.5)
+        self.c = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.how(x * self.weight, self.weight))
+
+
+SHARED = {
+    "divided": lambda h, w: h.tanh() / w,
+    "power": lambda h, w: (h.abs() + 0.1) ** w,
+    "largest": torch.maximum,
+    "chosen": lambda h, w: torch.where(h > 0, h, w.expand_as(h)),
+    "added product": lambda h, w: torch.addcmul(h, h.sin(), w, value=0.5),
+    "added": lambda h, w: h.tanh() + w,
+    "product": lambda h, w: h.tanh() * w,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The graph does not show")
+@pytest.mark.parametrize("how", SHARED)
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_weight_that_comes_to_an_operation_on_two_ways_counts_once(how, n):
+    torch.manual_seed(0)
+    compare(Shared(SHARED[how]).double(), *rolled(0, n))
+
+
+DERIVED = {
+    "standardised": lambda w: (w - w.mean(0)) / w.std(0),
+    "of length one": lambda w: w / w.norm(dim=0, keepdim=True),
+    "gated": lambda w: w * w.sigmoid(),
+    "power": lambda w: w.abs() ** w.tanh(),
+}
+
+
+@pytest.mark.parametrize("how", DERIVED)
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_weight_that_is_computed_from_itself_twice_counts_once(how, n):
+    class Derived(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ DERIVED[how](self.weight)
+
+    torch.manual_seed(0)
+    compare(Derived().double(), *rolled(0, n))
+
+
+@pytest.mark.filterwarnings("ignore:torch.func cannot run this model")
+def test_rows_of_a_batch_that_is_read_as_a_sequence_are_measured_alone():
+    """Forgotten ``batch_first``: the first sample depends on no other, the last on all."""
+
+    class Forgotten(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.c = nn.LSTM(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.lstm(x)[0].mean(1))
+
+    torch.manual_seed(0)
+    with pytest.warns(TaskInfoWarning, match="depend on the others of its batch"):
+        compare(Forgotten().double(), *data(5))
+
+
+@pytest.mark.parametrize("engine", ["auto", "per_sample"])
+def test_a_weight_that_is_held_elsewhere_too(engine):
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(
+                4, 3, scale_grad_by_freq=True
+            )  # which the graph does not show
+            self.held = [self.table.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x).mean(1) @ self.held[0].T
+
+    torch.manual_seed(0)
+    model, x, y = Held().double(), torch.randint(4, (5, 3)), torch.randint(4, (5,))
+    if engine == "per_sample":
+        with pytest.raises(ValueError, match=r"does not see all uses of 'table\.weight'"):
+            per_sample_squared_norms(model, x, y, labels="empirical", engine=engine)
+        return
+    with pytest.warns(TaskInfoWarning, match="take a backward pass for each"):
+        compare(model, x, y)
+
+
+def test_a_sparse_bag_of_embeddings():
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag, self.c = nn.EmbeddingBag(6, 4, mode="sum", sparse=True), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.bag(x).tanh())
+
+    torch.manual_seed(0)
+    model, x, y = Bag().double(), torch.randint(6, (5, 3)), torch.randint(3, (5,))
+    norms = per_sample_squared_norms(model, x, y, labels="empirical")
+    model.bag.sparse = False
+    expected = per_sample_squared_norms(model, x, y, labels="empirical", engine="loop")
+    torch.testing.assert_close(norms, expected)
