@@ -27,7 +27,7 @@ def test_a_warning_about_a_file_is_given_once(tmp_path):
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("default")
         transfer(tiny_net, data, methods=["standard"], seeds=2, stages=STAGES)
-    assert len([1 for warning in heard if "'lacking' has no sample" in str(warning.message)]) == 1
+    assert len([1 for warning in heard if "'lacking' has no training sample" in str(warning.message)]) == 1
 
 
 def test_datasets_whose_classes_count_from_one_are_a_warning():
