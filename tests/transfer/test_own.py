@@ -483,7 +483,8 @@ BAD = {
     ),
     "an unknown way": ({"adapt": ["linaer"]}, "`adapt` must be .*'linaer'"),
     "a way that leaves nothing": ({"adapt": ["head"]}, "`adapt` must leave something to train"),
-    "no way": ({"adapt": []}, "`adapt` must be at least one way"),
+    "no way": ({"adapt": []}, "`adapt` must not be empty"),
+    "a way twice": ({"adapt": ["full", "full"]}, "`adapt` must not repeat a value"),
     "a module in place of its class": (
         {"make": Net()},
         "`model` must be the class of your LightningModule, or a function .*got a Net",
@@ -503,7 +504,7 @@ BAD = {
     ),
     "a logger in trainer": ({"trainer": {"logger": True}}, "`trainer` must leave logger"),
     "methods": ({"methods": ["lautum"]}, "`methods` must be left out"),
-    "negative seeds": ({"seeds": [-1]}, "`seeds` must be between"),
+    "negative seeds": ({"seeds": [-1]}, "`seeds` must not be negative, got -1"),
 }
 
 
