@@ -248,14 +248,18 @@ def load_npz(
     if not path.is_file():
         raise FileNotFoundError(f"A dataset must be an npz file, but there is no file at {path}.")
     with _naming(path):
-        arrays = _read_npz(path)
+        try:
+            with path.open("rb") as file:  # numpy leaves a broken file open
+                arrays = dict(np.load(file, allow_pickle=False))
+        except Exception as error:  # numpy, zip and zlib have one for every kind of damage
+            raise ValueError(f"not a readable npz file of plain arrays ({error}).") from error
         if missing := [key for key in KEYS if key not in arrays]:
             raise ValueError(
                 f"the arrays {', '.join(missing)} are missing; there are {', '.join(arrays) or 'none'}."
             )
-        name = name or str(arrays.get("name", path.stem))
         if num_classes is None and "num_classes" in arrays:
             num_classes = int(arrays["num_classes"])
+        name = name or str(arrays.get("name", path.stem))
         return from_any(arrays, name=name, num_classes=num_classes)
 
 
@@ -324,14 +328,6 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    try:
-        with path.open("rb") as file:  # numpy leaves a broken file open
-            return dict(np.load(file, allow_pickle=False))
-    except Exception as error:  # numpy, zip and zlib have one for every kind of damage
-        raise ValueError(f"not a readable npz file of plain arrays ({error}).") from error
 
 
 def _read_idx(path: Path) -> Images:

@@ -105,7 +105,8 @@ class Own(Recipe):
         if not LENGTHS & {*self.trainer}:
             self.trainer["max_epochs"] = 20
         self.target = read_target(data, batch_size)
-        size = len(self.target.train)
+        target: Any = self.target
+        size = len(target.train.dataset)
         self.labels = labels or [size]
         self.seeds = seeds
         self.metric = metric
@@ -118,7 +119,7 @@ class Own(Recipe):
             module = self.starts[SCRATCH].module(0)
             self.namespace = str(reading.namespace_of(module))
             self.title = f"{type(module).__name__} from {', '.join(starts)}"
-            classes, fingerprint = self.target.labels()
+            classes, fingerprint = target.labels()
             if classes is not None and not classes.is_floating_point():
                 for start in {start.make: start for start in self.starts.values()}.values():
                     self._check_range(classes, start.module(0))
@@ -130,14 +131,14 @@ class Own(Recipe):
                 rows = chosen_rows(classes, size, self.labels, seed)
                 if certify:  # equal shares of classes would be no independent draws
                     rows = np.random.default_rng(seed).permutation(size)
-                    check_certified(self.target, rows, max(self.labels), module)
+                    check_certified(target, rows, max(self.labels), module)
                 self.rows[seed] = rows
             logged, self.seconds = self._tried()
         self.configuration = {
             "version": VERSION,
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
-            "data": {"training": fingerprint, "samples": size, "test": len(self.target.test)},
-            "batch_size": self.target.batch_size,
+            "data": {"training": fingerprint, "samples": size, "test": len(target.test.dataset)},
+            "batch_size": target.train.batch_size,
             "trainer": {option: _plain(value) for option, value in self.trainer.items()},
             "metric": logged,
             "mode": mode,
@@ -193,8 +194,8 @@ class Own(Recipe):
         fit: Values = {"train_dataloaders": target.train_loader(rows[: trial.labels], seed)}
         # Epochs of a few labels are too short for validation to be the default.
         if target.validation is not None and VALIDATION & {*self.trainer}:
-            fit["val_dataloaders"] = target.evaluated(target.validation)
-        loader = target.test_loader()
+            fit["val_dataloaders"] = target.validation
+        loader = target.test
         options = {"accelerator": self.accelerator, **self.trainer}
         if "max_steps" in options:
             options.setdefault("max_epochs", -1)
@@ -236,7 +237,7 @@ class Own(Recipe):
         """Raise a ``ValueError`` for a class that the module has no output for, where that can be seen."""
         try:
             with observing(module), torch.no_grad():
-                inputs, _ = read_batch(next(iter(self.target.test_loader())), module)
+                inputs, _ = read_batch(next(iter(self.target.test)), module)
                 outputs = outputs_of(module, inputs)
         except Exception:  # what is wrong with it is said when it is trained
             return
@@ -259,7 +260,7 @@ class Own(Recipe):
         trials = self.trials(Path(), RunLog())
         trial = max(reversed(trials), key=lambda trial: trial.labels)
         job = self.job(trial)
-        loader = self.target.test_loader()
+        loader = self.target.test
         ends: list[float] = []  # of training steps
         clock = NAMESPACES[self.namespace].callbacks.LambdaCallback(
             on_train_batch_end=lambda *_: ends.append(time.perf_counter())
@@ -384,7 +385,7 @@ def check_certified(
     """Raise a ``ValueError`` where inputs occur twice, so that they cannot serve nothing else."""
     labelled, unlabelled = _certified_parts(target, rows, labels)
     used, _ = read_inputs(labelled, model=model)
-    for loader in (target.test_loader(), unlabelled):
+    for loader in (target.test, unlabelled):
         if loader is None:
             continue
         inputs, _ = read_inputs(loader, argument="data", model=model)
@@ -416,7 +417,7 @@ def certified_bounds(
         labelled,
         prior,
         unlabelled=unlabelled,
-        held_out=target.test_loader(),
+        held_out=target.test,
         seed=seed,
         progress=False,
     )

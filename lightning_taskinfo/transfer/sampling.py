@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
 from lightning_taskinfo._batches import read_batch, tensors
 from lightning_taskinfo._files import digest
@@ -22,7 +21,11 @@ from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.data import ArrayData
 
-PARTS = ("train", "test", "validation")
+PARTS = {  # of target data, and the methods of a data module
+    "train": "train_dataloader",
+    "test": "test_dataloader",
+    "validation": "val_dataloader",
+}
 Loader: TypeAlias = DataLoader[Any]
 Collate: TypeAlias = Callable[[list[Any]], Any]
 Rows: TypeAlias = NDArray[np.int64]
@@ -262,60 +265,45 @@ def check_different(argument: str, values: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """Training, test and validation samples, and how batches are made of them.
+    """Training, test and validation samples, in their order, and how batches are made of them.
 
     Attributes:
         train: Training samples; some of their labels are used.
         test: The test set.
         validation: Samples to validate on while training; ``None`` for none.
-        batch_size: Samples in a training batch.
-        collate: Makes a batch of a list of training samples.
-        evaluated: Makes a loader of test or validation samples.
     """
 
-    train: Any
-    test: Any
-    validation: Any
-    batch_size: int
-    collate: Collate
-    evaluated: Callable[[Any], Loader]
+    train: Loader
+    test: Loader
+    validation: Loader | None = None
 
     def labels(self) -> tuple[Tensor | None, str]:
         """Return the targets of all training samples where they can be read, and a digest of the samples."""
-        size = max(self.batch_size, 256)
         found: list[Any] = []
         digests = []
-        for begin in range(0, len(self.train), size):
-            rows = range(begin, min(begin + size, len(self.train)))
-            with seeded(0, begin):
-                batch = self.collate([self.train[row] for row in rows])
-            digests.append(digest(("", tensor) for tensor in tensors(batch)))
-            found.append(_targets(batch))
+        with seeded(0):
+            for batch in self.train:
+                digests.append(digest(("", tensor) for tensor in tensors(batch)))
+                found.append(_targets(batch))
         known = all(targets is not None for targets in found)
         return torch.cat(found) if known else None, digest((part, None) for part in digests)
 
     def train_loader(self, rows: Rows, seed: int) -> Loader:
         """Return a loader of some training samples, in an order that depends on seed and epoch alone."""
-        drawn = Drawn(self.train, rows, self.collate, seed)
-        sampler = EpochSampler(len(rows), seed=seed)
-        # A batch of one sample has no statistics for batch normalisation.
-        drop = len(rows) > self.batch_size and len(rows) % self.batch_size == 1
+        size: Any = self.train.batch_size
         return DataLoader(
-            drawn,
-            self.batch_size,
-            sampler=sampler,
+            Drawn(self.train.dataset, rows, self.train.collate_fn, seed),
+            size,
+            sampler=EpochSampler(len(rows), seed=seed),
             collate_fn=whole_batch,
-            drop_last=drop,
+            # A batch of one sample has no statistics for batch normalisation.
+            drop_last=len(rows) > size and len(rows) % size == 1,
         )
 
     def plain_loader(self, rows: Rows) -> Loader:
         """Return a loader of some training samples as they are, in their order."""
-        samples = Subset(self.train, rows.tolist())
-        return DataLoader(samples, self.batch_size, collate_fn=self.collate)
-
-    def test_loader(self) -> Loader:
-        """Return the loader of the test set."""
-        return self.evaluated(self.test)
+        samples = Subset(self.train.dataset, rows.tolist())
+        return DataLoader(samples, self.train.batch_size, collate_fn=self.train.collate_fn)
 
 
 def _targets(batch: Any) -> Tensor | None:
@@ -370,52 +358,51 @@ def read_target(data: Any, batch_size: int | None) -> Target:
     if isinstance(data, ArrayData):
         data = {"train": data.train(), "test": data.test()}
     if hasattr(data, "train_dataloader"):
-        target = _of_module(data, batch_size)
+        loaders = _loaders(data)
     elif isinstance(data, Mapping):
-        if not {"train", "test"} <= {*data} <= {*PARTS}:
+        parts = {name: part for name, part in data.items() if part is not None}
+        if not {"train", "test"} <= {*parts} <= {*PARTS}:
             rule = "must have the parts train, test and maybe validation"
             raise ValueError(f"`data` {rule}, got {', '.join(data)}.")
-        train, test, validation = (_dataset(data.get(name), name) for name in PARTS)
-        size = batch_size or 32
-        evaluated = partial(DataLoader, batch_size=max(size, 256))
-        target = Target(train, test, validation, size, default_collate, evaluated)
+        size = max(batch_size or 32, 256)
+        loaders = {name: DataLoader(_dataset(parts[name], name), size) for name in parts}
+        batch_size = batch_size or 32
     else:
         rule = "a LightningDataModule or datasets {'train': …, 'test': …}"
         raise TypeError(f"`data` must be {rule}, got a {type(data).__name__}.")
-    for name in PARTS:
-        part = getattr(target, name)
-        sized = hasattr(part, "__getitem__") and hasattr(part, "__len__")
-        if part is not None and not (sized and len(part)):
+    found = {}
+    for name, loader in loaders.items():
+        samples: Any = loader.dataset
+        sized = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
+        if not (sized and len(samples)):
             rule = f"must have a dataset or arrays (inputs, targets) to {name.removesuffix('ation')} on"
-            raise ValueError(f"`data` {rule}, got none or an empty one: {type(part).__name__}.")
-    return target
+            raise ValueError(f"`data` {rule}, got none or an empty one: {type(samples).__name__}.")
+        size = loader.batch_size or 256
+        if name == "train":
+            size = batch_size or loader.batch_size or 32
+        found[name] = DataLoader(samples, size, collate_fn=loader.collate_fn)
+    return Target(**found)
 
 
-def _of_module(data: Any, batch_size: int | None) -> Target:
-    """What a data module's loaders hold; their own order is not used."""
+def _loaders(data: Any) -> dict[str, Loader]:
+    """The loaders of a data module; their own order is not used."""
     data.prepare_data()
     data.setup("fit")
     data.setup("test")
-    train = _loader(data, "train_dataloader")
-    test = _loader(data, "test_dataloader")
-    try:
-        validation = _loader(data, "val_dataloader").dataset
-    except ValueError:
-        validation = None
-    size = batch_size or train.batch_size or 32
-    evaluated = partial(DataLoader, batch_size=test.batch_size or 256, collate_fn=test.collate_fn)
-    return Target(train.dataset, test.dataset, validation, size, train.collate_fn, evaluated)
-
-
-def _loader(data: Any, name: str) -> Loader:
-    rule = f"`data` must return one DataLoader from {name}"
-    try:
-        loader = getattr(data, name)()
-    except Exception as error:  # Lightning's own for a loader that is not there, or the user's
-        raise ValueError(f"{rule}, but it failed ({reason_of(error)}).") from error
-    if not isinstance(loader, DataLoader):
-        raise ValueError(f"{rule}, got {type(loader).__name__}.")
-    return loader
+    found = {}
+    for part, method in PARTS.items():
+        rule = f"`data` must return one DataLoader from {method}"
+        try:
+            loader = getattr(data, method)()
+        except Exception as error:  # Lightning's own for a loader that is not there, or the user's
+            if part == "validation":
+                continue
+            raise ValueError(f"{rule}, but it failed ({reason_of(error)}).") from error
+        if isinstance(loader, DataLoader):
+            found[part] = loader
+        elif part != "validation":
+            raise ValueError(f"{rule}, got {type(loader).__name__}.")
+    return found
 
 
 def _dataset(part: Any, name: str) -> Any:

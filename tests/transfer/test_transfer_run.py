@@ -259,6 +259,13 @@ def test_a_linear_probe_leaves_the_pretrained_backbone_as_it_is(tmp_path):
     assert same == {"backbone.1.weight", "backbone.1.bias"}
 
 
+@pytest.mark.parametrize("fine_tune", ["linear", "layerwise"])
+def test_noise_is_added_to_what_is_trained(fine_tune, tmp_path):
+    stages = replace(STAGES, fine_tune=fine_tune)
+    report = run(tmp_path, methods=["information"], stages=stages, seeds=1)
+    assert report.methods == ["scratch", "information"]
+
+
 def test_information_is_measured_from_the_start_and_from_the_pretrained_weights(reference):
     rows = reference[0].cell("standard", 9)[0], reference[0].cell("scratch", 9)[0]
     for row in rows:
