@@ -197,8 +197,6 @@ class Own(Recipe):
             fit["val_dataloaders"] = target.validation
         loader = target.test
         options = {"accelerator": self.accelerator, **self.trainer}
-        if "max_steps" in options:
-            options.setdefault("max_epochs", -1)
         options["callbacks"] = deepcopy(list(options.get("callbacks", [])))
         # What is frozen costs nothing.
         prior = Prior.of(module, origin=origin) if self.certify else None

@@ -296,8 +296,8 @@ def _run(
             on_done(trial, result)
 
     for one in trials:  # a pretraining is done again if its weights are gone and still needed
-        if one.needs and not one.result().exists() and not one.pretrained.exists():
-            one.result(one.needs).unlink(missing_ok=True)
+        if one.needs and not one.result.exists() and not one.needs.weights.exists():
+            one.needs.result.unlink(missing_ok=True)
     results: Values = {}
     where: Values = {"folder": trials[0].root / "results", "executor": executor, "workers": workers}
     for needy in (False, True):

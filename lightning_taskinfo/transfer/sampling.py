@@ -365,7 +365,7 @@ def read_target(data: Any, batch_size: int | None) -> Target:
             rule = "must have the parts train, test and maybe validation"
             raise ValueError(f"`data` {rule}, got {', '.join(data)}.")
         size = max(batch_size or 32, 256)
-        loaders = {name: DataLoader(_dataset(parts[name], name), size) for name in parts}
+        loaders = {name: DataLoader(_dataset(parts[name]), size) for name in parts}
         batch_size = batch_size or 32
     else:
         rule = "a LightningDataModule or datasets {'train': …, 'test': …}"
@@ -405,16 +405,16 @@ def _loaders(data: Any) -> dict[str, Loader]:
     return found
 
 
-def _dataset(part: Any, name: str) -> Any:
+def _dataset(part: Any) -> Any:
     """A dataset as it is, and arrays as one."""
     pair = isinstance(part, list | tuple) and len(part) == 2
-    if pair and all(hasattr(array, "shape") for array in part):
-        inputs, targets = map(torch.as_tensor, part)
-        if len(inputs) != len(targets):
-            rule = f"`data` must have as many targets as inputs to {name} on"
-            raise ValueError(f"{rule}, got {len(targets)} for {len(inputs)}.")
-        return TensorDataset(inputs, targets)
-    return part
+    if not pair or not all(hasattr(array, "shape") for array in part):
+        return part
+    inputs, targets = map(torch.as_tensor, part)
+    if len(inputs) != len(targets):
+        rule = "`data` must have as many targets as inputs"
+        raise ValueError(f"{rule}, got {len(targets)} for {len(inputs)}.")
+    return TensorDataset(inputs, targets)
 
 
 def chosen_rows(

@@ -82,8 +82,6 @@ class Recipe:
         title: What to call the transfer.
         namespace: Whose modules they are.
         configuration: What decides the numbers.
-        labels: Numbers of target labels.
-        seeds: The seeds.
         seconds: Estimate of the time of a training, if there is one.
         origins: Where the weights of each start of the user's come from, in words.
     """
@@ -91,8 +89,6 @@ class Recipe:
     title: str
     namespace: str
     configuration: Values
-    labels: Sequence[int]
-    seeds: Sequence[int]
     seconds: float | None = None
     origins: Mapping[str, str]
 
@@ -184,14 +180,14 @@ class RunLog:
 
     def end(self, name: str, logger: Any, curve: Sequence[Row]) -> None:
         """Put first, last, smallest and largest value of the epochs into the run's summary, or all into a csv file."""
-        columns = [*dict.fromkeys(chain.from_iterable(curve))]
+        columns = dict.fromkeys(chain.from_iterable(curve))
         if logger is not None:
-            found = summary(curve, [name for name in columns if name != "epoch"])
+            found = summary(curve, columns.keys() - {"epoch"})
             logger.experiment.summary.update({ours(key): value for key, value in found.items()})
         if self.kind == "csv" and curve:
             path = _files.make_folder(self.folder) / f"{name}.csv"
             with _files.atomic_write(path, "w") as file:
-                writer = csv.DictWriter(file, columns, lineterminator="\n")
+                writer = csv.DictWriter(file, [*columns], lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(curve)
 
@@ -256,7 +252,7 @@ class Trial:
         seed: The seed.
         start: Name of the start.
         way: Name of the way to adapt.
-        needs: Name of the pretraining whose weights it starts from.
+        needs: The pretraining whose weights it starts from.
     """
 
     recipe: Recipe = field(repr=False)
@@ -269,7 +265,7 @@ class Trial:
     seed: int
     start: str = SCRATCH
     way: str = "full"
-    needs: str | None = None
+    needs: "Trial | None" = None
 
     @property
     def description(self) -> str:
@@ -284,13 +280,14 @@ class Trial:
         return self.root / "stages" / self.name
 
     @property
-    def pretrained(self) -> Path:
-        """The file of the weights that it starts from."""
-        return self.root / "stages" / str(self.needs) / "weights.pt"
+    def weights(self) -> Path:
+        """The file of its trained weights."""
+        return self.folder / "weights.pt"
 
-    def result(self, name: str | None = None) -> Path:
-        """Return the file with the result of this training, or of another."""
-        return self.root / "results" / f"{name or self.name}.json"
+    @property
+    def result(self) -> Path:
+        """The file with its result."""
+        return self.root / "results" / f"{self.name}.json"
 
     def run(self) -> Values:
         """Train, test, and return the result in JSON-like values; files of a killed run are continued from.
@@ -303,7 +300,7 @@ class Trial:
         settings = {name: getattr(self, name) for name in ("method", "labels", "seed", "start")}
         earlier: Values = {"curves": [], "seconds": {}}
         if self.needs:
-            earlier = _files.read_result(self.result(self.needs))
+            earlier = _files.read_result(self.needs.result)
         with generators_kept():
             job = self.recipe.job(self)
             with log.run(self.name, {**settings, "adapt": self.way}, own_module=job.ours) as logger:
@@ -315,7 +312,7 @@ class Trial:
                 found, logged = job.after(test)
                 log_numbers(logger, {"target": found["test"], **logged})
                 log.end(self.name, logger, curve)
-            _files.write_tensors(self.folder / "weights.pt", job.weights())
+            _files.write_tensors(self.weights, job.weights())
         epochs = [{"stage": self.stage, **row} for row in curve]
         return {
             **found,

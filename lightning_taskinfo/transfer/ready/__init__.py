@@ -180,7 +180,7 @@ class Ready(Recipe):
                 seed=seed,
                 start=SCRATCH if stage == "scratch" else start,
                 way=self.stages.fine_tune if stage == "fine_tune" else "full",
-                needs=pretraining if stage == "fine_tune" else None,
+                needs=found[pretraining] if stage == "fine_tune" else None,
             )
         return [*found.values()]
 
@@ -231,9 +231,10 @@ class Ready(Recipe):
         initial = start = _plain(net)
         overlap = None
         if trial.needs is not None:
-            pretrained = read_tensors(trial.pretrained, advice=ADVICE)
-            known = {name: x for name, x in pretrained.items() if name.startswith("backbone.")}
-            net.load_state_dict(known, strict=False)
+            known = read_tensors(trial.needs.weights, advice=ADVICE)
+            parts = [(name.partition("."), weight) for name, weight in known.items()]
+            body = {name: weight for (part, _, name), weight in parts if part == "backbone"}
+            net.backbone.load_state_dict(body)
             start = _plain(net)
             overlap = _overlap(data, net.backbone, trial.seed)
         measured = self._measure(trial, data, start, information=initial)

@@ -279,16 +279,13 @@ class TransferDataModule(LightningDataModule):
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the data but for seed and number of labels, in JSON-like values; arrays as a digest."""
-        unused = ("seed", "num_workers", "data_dir")
-        used = {name: value for name, value in self.arguments.items() if name not in unused}
+        source, target = self.tasks()
+        used = {**self.arguments, "source": source, "target": target}
+        for name in ("seed", "num_workers", "data_dir"):
+            del used[name]
         if isinstance(used["labels"], int):
             del used["labels"]
-        for name, task in zip(("source", "target"), self.tasks(), strict=True):
-            arrays = zip(KEYS, (*task.train, *task.test), strict=True)
-            used[name] = {"name": task.name, "classes": task.num_classes, "sha256": digest(arrays)}
-        used["unlabeled"] = digest([("unlabeled", used["unlabeled"])])
-        used["augment"] = _function(used["augment"])
-        return used
+        return {name: _described(value) for name, value in used.items()}
 
     def use(self, stage: DataStage) -> "TransferDataModule":
         """Choose the loaders: ``"pretrain"`` or ``"fine_tune"``."""
@@ -347,18 +344,23 @@ class TransferDataModule(LightningDataModule):
         )
 
 
-def _function(augment: Any) -> str | None:
-    """By what a function or object with settings is known again in another process: its name and its settings."""
-    if augment is None:
-        return None
+def _described(value: Any) -> Any:
+    """By what an argument is known again in another process: images by a digest, functions by name and settings."""
+    if isinstance(value, ImageTask):
+        arrays = zip(KEYS, (*value.train, *value.test), strict=True)
+        return {"name": value.name, "classes": value.num_classes, "sha256": digest(arrays)}
+    if isinstance(value, Tensor):
+        return digest([("images", value)])
+    if not callable(value):
+        return value
     try:
-        pickled = pickle.dumps(augment)
+        pickled = pickle.dumps(value)
     except Exception as error:  # what cannot be pickled says so in many ways
         raise ValueError(
-            f"`augment` must be a function or an object of a class at the top of a module, got {augment!r}: other "
+            f"`augment` must be a function or an object of a class at the top of a module, got {value!r}: other "
             "processes import it by its name."
         ) from error
-    name = getattr(augment, "__qualname__", type(augment).__qualname__)
+    name = getattr(value, "__qualname__", type(value).__qualname__)
     return f"{name} {hashlib.sha256(pickled).hexdigest()[:16]}"
 
 
