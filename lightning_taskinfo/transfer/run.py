@@ -302,8 +302,7 @@ def _run(
     where: Values = {"folder": trials[0].root / "results", "executor": executor, "workers": workers}
     for needy in (False, True):
         wave = {name: one for name, one in named.items() if bool(one.needs) is needy}
-        if wave:
-            results |= run_jobs(Trial.run, wave, on_done=done, **where)
+        results |= run_jobs(Trial.run, wave, on_done=done, **where)
     return results
 
 
