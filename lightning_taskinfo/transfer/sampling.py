@@ -1,4 +1,4 @@
-"""Samples: the user's target data, which of them are labelled, and their order, drawn from (seed, epoch) alone."""
+"""The samples of a transfer: target data of the user's own, which are labelled, and an order by seed and epoch alone."""
 
 import operator
 import random
