@@ -1,4 +1,4 @@
-"""The samples of a transfer: target data of the user's own, which are labelled, and an order by seed and epoch alone."""
+"""The samples of a transfer: the user's target data, which of it is labelled, and an order by seed and epoch."""
 
 import operator
 import random
