@@ -53,7 +53,7 @@ from lightning_taskinfo.certificates import Certificate, Prior, certify, zero_on
 from lightning_taskinfo.certificates.certificate import round_up
 from lightning_taskinfo.data import load_dataset
 from lightning_taskinfo.distributions import diagonal_curvature
-from lightning_taskinfo.transfer.ready.backbones import small_cnn
+from lightning_taskinfo.transfer import small_cnn
 
 Split = tuple[Tensor, Tensor]
 LABELS, HELD_OUT, PRETRAINED = 2_000, 400, 20_000

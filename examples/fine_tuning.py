@@ -19,7 +19,7 @@ from reference import Classifier
 from torch.utils.data import DataLoader, Subset
 
 from lightning_taskinfo import InformationInWeights
-from lightning_taskinfo.data import ArrayData, load_pair
+from lightning_taskinfo.data import ArrayData, load_dataset
 from lightning_taskinfo.plotting import plot_curves
 
 for namespace in ("lightning.pytorch", "pytorch_lightning"):
@@ -105,7 +105,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     n, before, after = (128, 1, 2) if arguments.fast else (300, 15, 30)
-    digits, letters = load_pair("digits→letters", size=8)
+    digits, letters = (load_dataset(name, size=8) for name in ("digits", "letters"))
 
     pretrained = train(new_network(digits), digits, 128 if arguments.fast else 1400, before)
     runs = {"fine-tuning": InformationInWeights(), "from scratch": InformationInWeights()}

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import (
     Executor,
-    Future,
     ProcessPoolExecutor,
     ThreadPoolExecutor,
     as_completed,
@@ -17,7 +16,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,18 +57,15 @@ def run_jobs(
         RuntimeError: If a job fails, with its name, after those that were running have been kept.
     """
     check_executor(executor, workers)
-    kept = {}
+    paths = {}
     if folder is not None:
-        folder = make_folder(folder)
-        for name in jobs:
-            path = folder / f"{name}.json"
-            if path.exists():
-                kept[name] = read_result(path)
+        paths = {name: make_folder(folder) / f"{name}.json" for name in jobs}
+    kept = {name: read_result(path) for name, path in paths.items() if path.exists()}
     todo = {name: argument for name, argument in jobs.items() if name not in kept}
     results = {}
     for name, result in chain(kept.items(), _computed(function, todo, executor, workers)):
-        if folder is not None and name in todo:
-            write_result(Path(folder, f"{name}.json"), result)
+        if name in paths and name in todo:
+            write_result(paths[name], result)
         results[name] = result
         if on_done is not None:
             on_done(name, result)
@@ -104,22 +99,21 @@ def _computed(
     failed = []
     with _pool(executor, workers, len(jobs)) as pool:
         with nullcontext() if executor is not None else _deaf_children():
-            names: dict[Future[Any], str] = {}
-            for name, argument in jobs.items():
-                future = pool.submit(_one_thread, function, argument)
-                names[future] = name
+            names = {
+                pool.submit(_one_thread, function, argument): name
+                for name, argument in jobs.items()
+            }
         for future in as_completed(names):
             if future.cancelled():
                 continue
-            if future.exception() is None:
+            if problem := future.exception():
+                failed.append((names[future], problem))
+                for other in names:
+                    other.cancel()
+            else:
                 yield names[future], future.result()
-                continue
-            failed.append(future)
-            for other in names:
-                other.cancel()
-    for future in failed:
-        problem = future.exception()
-        raise _failure(names[future], problem) from problem
+    for name, problem in failed:
+        raise _failure(name, problem) from problem
 
 
 @contextmanager
@@ -188,7 +182,7 @@ def _one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
         torch.set_num_threads(threads)
 
 
-def _failure(name: str, error: BaseException | None) -> RuntimeError:
+def _failure(name: str, error: BaseException) -> RuntimeError:
     guard = ""
     if isinstance(error, BrokenProcessPool):
         guard = ' A script that uses processes needs `if __name__ == "__main__":`.'

@@ -32,43 +32,31 @@ def shown(progress: Progress | bool, title: str, total: int) -> Iterator[Progres
     elif not progress:
         yield silent
     elif visible():
-        with bar(title, total) as draw:
+        from tqdm.auto import tqdm
+
+        with tqdm(desc=title, total=total, leave=False, dynamic_ncols=True, bar_format=BAR) as bar:
+
+            def draw(done: int, total: int, label: str) -> None:
+                if total != bar.total:
+                    bar.reset(total)
+                # A new label is shown at once, however short its work is.
+                if bar.desc != f"{title} {label}: ":
+                    bar.set_description(f"{title} {label}")
+                bar.update(done - bar.n)
+
             yield draw
     else:
-        yield lines(title)
+        last = time.monotonic()
+        open_end = False  # whether the last line says that there is more to do
 
+        def write(done: int, total: int, label: str) -> None:
+            nonlocal last, open_end
+            if time.monotonic() - last >= PAUSE or (open_end and done == total):
+                last = time.monotonic()
+                open_end = done < total
+                sys.stderr.write(f"[{done}/{total}] {title} {label}\n")
 
-@contextmanager
-def bar(title: str, total: int) -> Iterator[Progress]:
-    """Yield a function that draws a bar on standard error; a new total starts it anew."""
-    from tqdm.auto import tqdm
-
-    with tqdm(desc=title, total=total, leave=False, dynamic_ncols=True, bar_format=BAR) as drawn:
-
-        def update(done: int, total: int, label: str) -> None:
-            if total != drawn.total:
-                drawn.reset(total)
-            # A new label is shown at once, however short its work is.
-            if drawn.desc != f"{title} {label}: ":
-                drawn.set_description(f"{title} {label}")
-            drawn.update(done - drawn.n)
-
-        yield update
-
-
-def lines(title: str) -> Progress:
-    """Return a function that writes a line to standard error: one in :data:`PAUSE` seconds, and where all is done."""
-    last = time.monotonic()
-    open_end = False  # whether the last line says that there is more to do
-
-    def write(done: int, total: int, label: str) -> None:
-        nonlocal last, open_end
-        if time.monotonic() - last >= PAUSE or (open_end and done == total):
-            last = time.monotonic()
-            open_end = done < total
-            sys.stderr.write(f"[{done}/{total}] {title} {label}\n")
-
-    return write
+        yield write
 
 
 def counted(items: Iterable[Item], total: int, progress: Progress, label: str) -> Iterator[Item]:

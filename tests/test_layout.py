@@ -13,13 +13,11 @@ ELSEWHERE = {  # module -> the test of what it is a part of
     "fisher/terms.py": "fisher/test_measure.py",
     "tasks/training.py": "tasks/test_complexity.py",
     "transfer/ranking.py": "transfer/test_rank.py",
-    "transfer/ready/backbones.py": "transfer/test_module.py",
     "transfer/ready/data.py": "transfer/test_transfer_data.py",
     "transfer/ready/module.py": "transfer/test_module.py",
     "transfer/render.py": "transfer/test_report.py",
     "transfer/run.py": "transfer/test_transfer_run.py",
     "transfer/starts.py": "transfer/test_own.py",
-    "transfer/target.py": "transfer/test_own.py",
     "transfer/training.py": "transfer/test_own.py",
 }
 SUBJECTS = {  # test of several modules -> what it is about

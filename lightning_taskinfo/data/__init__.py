@@ -8,7 +8,7 @@ from lightning_taskinfo.data.arrays import (
     save_npz,
 )
 from lightning_taskinfo.data.embedded import Jitter, load_digits, load_letters
-from lightning_taskinfo.data.names import load_dataset, load_pair, load_task, vary
+from lightning_taskinfo.data.names import load_dataset, load_task, vary
 
 __all__ = [
     "ArrayData",
@@ -18,7 +18,6 @@ __all__ = [
     "load_idx",
     "load_letters",
     "load_npz",
-    "load_pair",
     "load_task",
     "load_torchvision",
     "save_npz",

@@ -24,10 +24,10 @@ Labels: TypeAlias = NDArray[np.int64]
 # Of images whose channels may be at the end: grey, colour, colour with opacity.
 CHANNELS = (1, 3, 4)
 IDX = {
-    "x_train": "train-images{}idx3-ubyte",
-    "y_train": "train-labels{}idx1-ubyte",
-    "x_test": "t10k-images{}idx3-ubyte",
-    "y_test": "t10k-labels{}idx1-ubyte",
+    "x_train": "train-images-idx3-ubyte",
+    "y_train": "train-labels-idx1-ubyte",
+    "x_test": "t10k-images-idx3-ubyte",
+    "y_test": "t10k-labels-idx1-ubyte",
 }
 KEYS = tuple(IDX)
 
@@ -45,9 +45,9 @@ def channels_last(shape: Sequence[int]) -> bool:
     return len(shape) == 4 and shape[-1] in CHANNELS and shape[1] not in CHANNELS
 
 
-def _as_images(images: Any, argument: str) -> Images:
+def _as_images(argument: str, images: Any) -> Images:
     """Return bytes of shape ``[N, C, H, W]``; nothing but axes is converted, numbers are refused and not guessed at."""
-    x = _array(images, argument)
+    x = _array(argument, images)
     if x.dtype != np.uint8:
         values = ""
         if x.size and x.dtype.kind in "biuf":
@@ -62,11 +62,19 @@ def _as_images(images: Any, argument: str) -> Images:
     return x[:, None] if x.ndim == 3 else x
 
 
-def _as_labels(labels: Any, argument: str) -> Labels:
-    """Return whole numbers of any kind as int64, shape ``[N]``."""
-    y = _array(labels, argument)
+def as_labels(argument: str, labels: Any) -> Labels:
+    """Return whole numbers of any kind as int64, shape ``[N]``.
+
+    Args:
+        argument: What the caller calls them, for messages.
+        labels: An array, a tensor or a list.
+
+    Raises:
+        ValueError: If they are something else.
+    """
+    y = _array(argument, labels)
     if y.size and y.dtype.kind not in "iu":
-        first = y.ravel()[:1].tolist()[0]
+        first = y.flat[0].item()
         raise ValueError(
             f"`{argument}` must be whole numbers, got {y.dtype} such as {first!r}; number the classes from 0."
         )
@@ -75,7 +83,7 @@ def _as_labels(labels: Any, argument: str) -> Labels:
     return y.astype(np.int64, copy=False)
 
 
-def _array(values: Any, argument: str) -> NDArray[Any]:
+def _array(argument: str, values: Any) -> NDArray[Any]:
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
     try:
@@ -127,8 +135,8 @@ class ArrayData:
         for split in ("train", "test"):
             images = f"x_{split}"
             labels = f"y_{split}"
-            x = _as_images(getattr(self, images), images)
-            y = _as_labels(getattr(self, labels), labels)
+            x = _as_images(images, getattr(self, images))
+            y = as_labels(labels, getattr(self, labels))
             if len(x) != len(y) or not len(x):
                 raise ValueError(
                     f"`{images}` and `{labels}` must have the same positive length, got {len(x)} and {len(y)}."
@@ -176,28 +184,39 @@ def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = Non
     arrays = {key: splits[key] for key in KEYS}
     if num_classes is not None:
         return ArrayData(**arrays, name=name, num_classes=num_classes)
-    for key in ("y_train", "y_test"):
-        arrays[key] = _as_labels(arrays[key], key)
-    occurring = np.union1d(arrays["y_train"], arrays["y_test"])
+    train, test = (as_labels(key, arrays[key]) for key in ("y_train", "y_test"))
+    occurring = np.union1d(train, test)
     count = len(occurring)
     labels = None
     # Labels below 0 are refused below.
     if count and occurring[0] >= 0 and occurring[-1] >= count:
         labels = tuple(occurring.tolist())
-        for key in ("y_train", "y_test"):
-            arrays[key] = np.searchsorted(occurring, arrays[key])
-        few = ", ".join(str(label) for label in labels[:3])
+        arrays["y_train"] = np.searchsorted(occurring, train)
+        arrays["y_test"] = np.searchsorted(occurring, test)
+        few = ", ".join(map(str, labels[:3]))
         warn(
             f"`y_train` and `y_test` of {name!r} have the labels {few}, …, {labels[-1]}, which become the classes 0 "
             f"to {count - 1}; `num_classes` keeps labels that count from 0 as they are.",
         )
     data = ArrayData(**arrays, name=name, num_classes=count or 2, labels=labels)
-    absent = np.setdiff1d(np.arange(count), data.y_train)
+    warn_of_absent(f"`y_train` of {name!r}", data.y_train, count)
+    return data
+
+
+def warn_of_absent(what: str, labels: Any, num_classes: int) -> None:
+    """Warn of classes without a training sample.
+
+    Args:
+        what: What the labels belong to, for the message.
+        labels: Classes of the training samples.
+        num_classes: How many classes there should be.
+    """
+    absent = np.setdiff1d(np.arange(num_classes), labels)
     if len(absent):
         warn(
-            f"`y_train` of {name!r} has no sample of {len(absent)} of {count} classes: {absent[0]} first."
+            f"{what} has no training sample of {len(absent)} of {num_classes} classes, the first of them "
+            f"{absent[0]}; classes count from 0."
         )
-    return data
 
 
 def load_npz(
@@ -229,14 +248,18 @@ def load_npz(
     if not path.is_file():
         raise FileNotFoundError(f"A dataset must be an npz file, but there is no file at {path}.")
     with _naming(path):
-        arrays = _read_npz(path)
+        try:
+            with path.open("rb") as file:  # numpy leaves a broken file open
+                arrays = dict(np.load(file, allow_pickle=False))
+        except Exception as error:  # numpy, zip and zlib have one for every kind of damage
+            raise ValueError(f"not a readable npz file of plain arrays ({error}).") from error
         if missing := [key for key in KEYS if key not in arrays]:
             raise ValueError(
                 f"the arrays {', '.join(missing)} are missing; there are {', '.join(arrays) or 'none'}."
             )
-        name = name or str(arrays.get("name", path.stem))
         if num_classes is None and "num_classes" in arrays:
             num_classes = int(arrays["num_classes"])
+        name = name or str(arrays.get("name", path.stem))
         return from_any(arrays, name=name, num_classes=num_classes)
 
 
@@ -286,10 +309,14 @@ def load_idx(
     """
     folder = Path(folder)
     arrays = {}
-    for key, pattern in IDX.items():
-        path = _idx_file(folder, pattern)
-        with _naming(path):
-            arrays[key] = _read_idx(path)
+    for key, name_of_file in IDX.items():
+        files = sorted(folder.glob(name_of_file.replace("-idx", "[-.]idx") + "*"))
+        if not files:
+            raise FileNotFoundError(
+                f"A folder must hold the idx file {name_of_file}, gzipped or not, but {folder} does not."
+            )
+        with _naming(files[0]):
+            arrays[key] = _read_idx(files[0])
     with _naming(folder):
         return from_any(arrays, name=name or folder.name, num_classes=num_classes)
 
@@ -301,25 +328,6 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    try:
-        with path.open("rb") as file:  # numpy leaves a broken file open
-            return dict(np.load(file, allow_pickle=False))
-    except Exception as error:  # numpy, zip and zlib have one for every kind of damage
-        raise ValueError(f"not a readable npz file of plain arrays ({error}).") from error
-
-
-def _idx_file(folder: Path, pattern: str) -> Path:
-    for separator in "-.":
-        for suffix in ("", ".gz"):
-            path = folder / (pattern.format(separator) + suffix)
-            if path.is_file():
-                return path
-    raise FileNotFoundError(
-        f"A folder must hold the idx file {pattern.format('-')}, gzipped or not, but {folder} does not."
-    )
 
 
 def _read_idx(path: Path) -> Images:

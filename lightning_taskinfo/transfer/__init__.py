@@ -14,19 +14,16 @@ from lightning_taskinfo.transfer.overlap import FeatureOverlap, Onset, feature_o
 from lightning_taskinfo.transfer.rank import FineTuning, rank_starts
 from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, StartRanking
 from lightning_taskinfo.transfer.ready import Stages
-from lightning_taskinfo.transfer.ready.backbones import (
-    BACKBONES,
-    large_cnn,
-    mlp,
-    resnet20,
-    small_cnn,
-)
 from lightning_taskinfo.transfer.ready.data import TransferDataModule
 from lightning_taskinfo.transfer.ready.module import (
+    BACKBONES,
     CLASSES,
     PENALTIES,
     WEIGHTS,
     TransferClassifier,
+    large_cnn,
+    mlp,
+    small_cnn,
 )
 from lightning_taskinfo.transfer.report import Result, TransferReport, log_to_wandb
 from lightning_taskinfo.transfer.run import group_name, transfer
@@ -65,7 +62,6 @@ __all__ = [
     "log_to_wandb",
     "mlp",
     "rank_starts",
-    "resnet20",
     "small_cnn",
     "transfer",
 ]

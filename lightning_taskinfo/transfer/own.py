@@ -1,10 +1,9 @@
 """The user's own recipe: their module, from each of their starts, adapted in each way, on a few target labels."""
 
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
@@ -13,24 +12,33 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_taskinfo._batches import IGNORED, moved, outputs_of, read_batch
 from lightning_taskinfo._files import claim_folder, write_tensors
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._warn import reason_of
-from lightning_taskinfo.certificates import Prior
+from lightning_taskinfo.certificates import Prior, certify
+from lightning_taskinfo.certificates.certify import FEWEST
+from lightning_taskinfo.certificates.samples import check_fresh, read_inputs
 from lightning_taskinfo.transfer import starts as reading
-from lightning_taskinfo.transfer import target as targets
-from lightning_taskinfo.transfer.sampling import generators_kept
+from lightning_taskinfo.transfer.sampling import (
+    Loader,
+    Rows,
+    Target,
+    check_different,
+    chosen_rows,
+    generators_kept,
+    read_target,
+    reseed,
+)
 from lightning_taskinfo.transfer.starts import Adapt, Given, MakeModule, Start, adapted
 from lightning_taskinfo.transfer.training import (
     SCRATCH,
     SILENT,
-    Fitted,
     Job,
     Recipe,
+    Row,
     RunLog,
     Trial,
     Values,
@@ -39,7 +47,9 @@ from lightning_taskinfo.transfer.training import (
 )
 
 VERSION = 1  # of the files in a folder: raise it when the same configuration gives other numbers
-STREAM = 5  # of random numbers
+STREAM = 5  # of random numbers, and
+CERTIFIED = 6  # of those in a certificate
+MOST_FRESH = 5000  # inputs to compare predictions on
 TRIED = 3  # training steps to estimate a time from
 LENGTHS = {"max_epochs", "max_steps", "max_time"}
 VALIDATION = {"limit_val_batches", "check_val_every_n_epoch", "val_check_interval"}
@@ -52,11 +62,11 @@ class Own(Recipe):
     Args:
         make: Makes the user's module.
         data: Their target data.
-        starts: Their starts by name.
-        adapt: Ways to adapt.
         labels: Numbers of labels; all training samples where ``None``.
         seeds: The seeds.
         accelerator: Where to train.
+        starts: Their starts by name.
+        adapt: Ways to adapt.
         metric: Name of the logged test metric; ``None`` for the error of the outputs.
         mode: Whether less or more of it is better; by its name where ``None``.
         trainer: Options of Lightning's Trainer; 20 epochs where there is no length.
@@ -72,11 +82,11 @@ class Own(Recipe):
         self,
         make: MakeModule,
         data: Any,
-        starts: Mapping[str, Given],
-        adapt: Sequence[Adapt] | str,
         labels: Sequence[int] | None,
         seeds: Sequence[int],
         accelerator: str,
+        starts: Mapping[str, Given],
+        adapt: Sequence[Adapt] | str,
         *,
         metric: str | None,
         mode: str | None,
@@ -87,16 +97,17 @@ class Own(Recipe):
         if isinstance(make, nn.Module) or not callable(make):
             rule = "the class of your LightningModule, or a function that makes it, beside `starts`"
             raise TypeError(f"`model` must be {rule}, got a {type(make).__name__}.")
-        self.trainer = dict(trainer or {})
+        self.trainer = {**(trainer or {})}
         for name in RESERVED:
             if name in self.trainer:
                 value = self.trainer[name]
                 raise ValueError(f"`trainer` must leave {name} to transfer, got {value!r}.")
         if not LENGTHS & {*self.trainer}:
-            self.trainer = {"max_epochs": 20, **self.trainer}
-        self.target = targets.read_target(data, batch_size)
-        size = len(self.target.train)
-        self.labels = [size] if labels is None else labels
+            self.trainer["max_epochs"] = 20
+        self.target = read_target(data, batch_size)
+        target: Any = self.target
+        size = len(target.train.dataset)
+        self.labels = labels or [size]
         self.seeds = seeds
         self.metric = metric
         self.accelerator = accelerator
@@ -108,7 +119,7 @@ class Own(Recipe):
             module = self.starts[SCRATCH].module(0)
             self.namespace = str(reading.namespace_of(module))
             self.title = f"{type(module).__name__} from {', '.join(starts)}"
-            classes, fingerprint = self.target.labels()
+            classes, fingerprint = target.labels()
             if classes is not None and not classes.is_floating_point():
                 for start in {start.make: start for start in self.starts.values()}.values():
                     self._check_range(classes, start.module(0))
@@ -117,39 +128,32 @@ class Own(Recipe):
                 raise ValueError(f"{rule}, got targets that are none.")
             self.rows = {}
             for seed in seeds:
-                rows = targets.chosen_rows(classes, size, self.labels, seed)
+                rows = chosen_rows(classes, size, self.labels, seed)
                 if certify:  # equal shares of classes would be no independent draws
                     rows = np.random.default_rng(seed).permutation(size)
-                    targets.check_certified(self.target, rows, max(self.labels), module)
+                    check_certified(target, rows, max(self.labels), module)
                 self.rows[seed] = rows
             logged, self.seconds = self._tried()
         self.configuration = {
             "version": VERSION,
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
-            "data": {"training": fingerprint, "samples": size, "test": len(self.target.test)},
-            "batch_size": self.target.batch_size,
+            "data": {"training": fingerprint, "samples": size, "test": len(target.test.dataset)},
+            "batch_size": target.train.batch_size,
             "trainer": {option: _plain(value) for option, value in self.trainer.items()},
             "metric": logged,
             "mode": mode,
+            "certify": bool(certify),
         }
-        if certify:
-            self.configuration["certify"] = True
 
     def trials(self, root: Path, log: RunLog) -> list[Trial]:
-        """Return all trainings, scratch in full and the others in every way; none carries the weights of its start."""
-        light = copy(self)
-        light.starts = {}
+        """Return all trainings, scratch in full and the others in every way."""
         pairs = [(SCRATCH, "full")]
-        for name, one in self.starts.items():
-            stored = replace(one, weights=_weights_of(root, name))
-            light.starts[name] = stored if one.weights else one
-            if name != SCRATCH:
-                pairs += [(name, way) for way in self.ways]
+        pairs += product([name for name in self.starts if name != SCRATCH], self.ways)
         trials = []
         for seed, labels, (start, way) in product(self.seeds, self.labels, pairs):
             scratch = start == SCRATCH
             trial = Trial(
-                light,
+                self,
                 root,
                 log,
                 name=f"{start}-{way}-{labels}-seed{seed}",
@@ -164,20 +168,23 @@ class Own(Recipe):
         return trials
 
     def store(self, root: Path) -> None:
-        """Write the weights of the starts, each of which may be added but not changed."""
+        """Write the weights of the starts, which may be added but not changed; trainings read them there."""
         for name, start in self.starts.items():
-            path = _weights_of(root, name)
+            path = root / "starts" / name / "weights.pt"
             with generators_kept():
                 claim_folder(path.parent, {"weights": start.digest()})
-            if start.weights and not path.exists():
-                write_tensors(path, start.weights)
+            if start.weights:
+                if not path.exists():
+                    write_tensors(path, start.weights)
+                self.starts[name] = replace(start, weights=path)
 
     def job(self, trial: Trial) -> Job:
         """Return a start, adapted, with the loaders of its labelled samples."""
-        seed, target = trial.seed, self.target
+        seed = trial.seed
+        target = self.target
         start = self.starts[trial.start]
-        origin = "random initialisation"
         way: Adapt = "full"
+        origin = "random initialisation"
         if trial.start != SCRATCH:
             way = self.ways[trial.way]
             others = "said to be pretrained on other samples than the certified ones"
@@ -187,11 +194,9 @@ class Own(Recipe):
         fit: Values = {"train_dataloaders": target.train_loader(rows[: trial.labels], seed)}
         # Epochs of a few labels are too short for validation to be the default.
         if target.validation is not None and VALIDATION & {*self.trainer}:
-            fit["val_dataloaders"] = target.evaluated(target.validation)
-        loader = target.test_loader()
+            fit["val_dataloaders"] = target.validation
+        loader = target.test
         options = {"accelerator": self.accelerator, **self.trainer}
-        if "max_steps" in options:
-            options.setdefault("max_epochs", -1)
         options["callbacks"] = deepcopy(list(options.get("callbacks", [])))
         # What is frozen costs nothing.
         prior = Prior.of(module, origin=origin) if self.certify else None
@@ -199,12 +204,12 @@ class Own(Recipe):
         def weights() -> dict[str, Tensor]:
             return {name: p.detach().cpu() for name, p in trainable_parameters(module).items()}
 
-        def after(fitted: Fitted) -> tuple[Values, Values]:
+        def after(test: Row) -> tuple[Values, Values]:
             name = self.metric
-            test = own_error(module, loader) if name is None else {name: fitted.test[name]}
+            test = own_error(module, loader) if name is None else {name: test[name]}
             if prior is None:
                 return {"test": test}, {}
-            bounds = targets.certified_bounds(target, rows, trial.labels, module, prior, seed)
+            bounds = certified_bounds(target, rows, trial.labels, module, prior, seed)
             return {"test": test, "certificate": bounds}, {"certified": bounds}
 
         return Job(
@@ -219,19 +224,18 @@ class Own(Recipe):
 
     def _checked_ways(self, ways: Sequence[Adapt]) -> dict[str, Adapt]:
         """Ways to adapt by name, each tried on each start."""
-        names = [reading.way_name(way) for way in ways]
-        if not names or len({*names}) < len(names):
-            raise ValueError(f"`adapt` must be at least one way, each once, got {names}.")
+        named = {reading.way_name(way): way for way in ways}
+        check_different("adapt", [reading.way_name(way) for way in ways])
         for (name, start), way in product(self.starts.items(), ways):
             if name != SCRATCH:
                 adapted(start.module(0), way, start.fresh)
-        return dict(zip(names, ways, strict=True))
+        return named
 
     def _check_range(self, labels: Tensor, module: Any) -> None:
         """Raise a ``ValueError`` for a class that the module has no output for, where that can be seen."""
         try:
             with observing(module), torch.no_grad():
-                inputs, _ = read_batch(next(iter(self.target.test_loader())), module)
+                inputs, _ = read_batch(next(iter(self.target.test)), module)
                 outputs = outputs_of(module, inputs)
         except Exception:  # what is wrong with it is said when it is trained
             return
@@ -254,7 +258,7 @@ class Own(Recipe):
         trials = self.trials(Path(), RunLog())
         trial = max(reversed(trials), key=lambda trial: trial.labels)
         job = self.job(trial)
-        loader = self.target.test_loader()
+        loader = self.target.test
         ends: list[float] = []  # of training steps
         clock = NAMESPACES[self.namespace].callbacks.LambdaCallback(
             on_train_batch_end=lambda *_: ends.append(time.perf_counter())
@@ -283,24 +287,16 @@ class Own(Recipe):
         except Exception as error:  # of the user's own module
             rule = "`model` must make a module that can be trained on `data`"
             raise ValueError(f"{rule}, but {reason_of(error)}") from error
-        if self.metric is not None and self.metric not in logged:
+        metric = self.metric or next(iter(logged))
+        if metric not in logged:
             rule = "`metric` must be one that the module logs in its test_step"
-            names = ", ".join(logged) or "none"
-            raise ValueError(f"{rule}, got {self.metric!r}; it logs {names}.")
+            raise ValueError(f"{rule}, got {metric!r}; it logs {', '.join(logged) or 'none'}.")
         steps = job.options.get("max_steps", -1)
         if steps <= 0:
-            epochs = job.options.get("max_epochs") or 1
-            steps = epochs * math.ceil(trial.labels / self.target.batch_size)
-        around = (
-            ends[0] - begun
-        )  # what a Trainer takes to begin, and the first step, which prepares
+            steps = (job.options.get("max_epochs") or 1) * len(job.fit["train_dataloaders"])
+        # What a Trainer takes to begin, and the first step, which prepares, come once.
         step = (ends[-1] - ends[0]) / max(1, len(ends) - 1)
-        seconds = around + steps * step + len(loader) * test
-        return self.metric or next(iter(logged)), seconds
-
-
-def _weights_of(root: Path, start: str) -> Path:
-    return root / "starts" / start / "weights.pt"
+        return metric, ends[0] - begun + steps * step + len(loader) * test
 
 
 def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Start]:
@@ -324,7 +320,7 @@ def _plain(value: Any) -> Any:
 @torch.no_grad()
 def own_error(
     module: Any,
-    loader: DataLoader[Any],
+    loader: Loader,
     batches: int | None = None,
 ) -> dict[str, float]:
     """Return the share of wrong classes on the test set, or the mean squared error where targets are real numbers.
@@ -355,3 +351,88 @@ def own_error(
             total += float(losses.double().sum())
             count += losses.numel()
     return {name: total / count}
+
+
+def _certified_parts(
+    target: Target,
+    rows: Rows,
+    labels: int,
+) -> tuple[Loader, Loader | None]:
+    """Return the samples of a certificate, all of them independent draws.
+
+    Args:
+        target: The target data.
+        rows: Rows of training samples in random order.
+        labels: How many of them are trained on.
+
+    Returns:
+        Those that are trained on, and certified; and inputs that serve nothing else, if there are
+        enough of them.
+    """
+    fresh = rows[labels:][:MOST_FRESH]
+    enough = len(fresh) >= FEWEST
+    return target.plain_loader(rows[:labels]), target.plain_loader(fresh) if enough else None
+
+
+def check_certified(
+    target: Target,
+    rows: Rows,
+    labels: int,
+    model: nn.Module,
+) -> None:
+    """Raise a ``ValueError`` where inputs occur twice, so that they cannot serve nothing else."""
+    labelled, unlabelled = _certified_parts(target, rows, labels)
+    used, _ = read_inputs(labelled, model=model)
+    for loader in (target.test, unlabelled):
+        if loader is None:
+            continue
+        inputs, _ = read_inputs(loader, argument="data", model=model)
+        check_fresh("data", inputs, used, "the labelled samples, where `certify` is asked for")
+
+
+def certified_bounds(
+    target: Target,
+    rows: Rows,
+    labels: int,
+    model: nn.Module,
+    prior: Prior,
+    seed: int,
+) -> dict[str, Any]:
+    """Return the three bounds on the true error of a trained network, as plain values.
+
+    Args:
+        target: The target data; its test set gives the test-set bound.
+        rows: Rows of training samples in random order.
+        labels: How many of them were trained on.
+        model: The trained network.
+        prior: The prior, taken before training.
+        seed: Of all draws.
+    """
+    reseed(seed, CERTIFIED)
+    labelled, unlabelled = _certified_parts(target, rows, labels)
+    found = certify(
+        model,
+        labelled,
+        prior,
+        unlabelled=unlabelled,
+        held_out=target.test,
+        seed=seed,
+        progress=False,
+    )
+    network = found.network
+    assumptions = list(found.assumptions)
+    if network is None:
+        missing = f"no bound for the network itself, which needs {FEWEST} inputs without labels"
+        assumptions.append(missing)
+    return {
+        "stochastic": found.bound,
+        "network": network and network.bound,
+        "test_set": found.test_set.bound,
+        "confidence": min(found.confidence, network.confidence if network else 1.0),
+        "valid": found.valid,
+        "reasons": list(found.reasons),
+        "assumptions": assumptions,
+        "kl": found.kl,
+        "risk": found.risk,
+        "disagreement": network and network.disagreement,
+    }

@@ -17,13 +17,13 @@ from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
 from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
-from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo._ranges import check_counts, check_not_negative
 from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import first_line
 from lightning_taskinfo.transfer.overlap import onset_of
 from lightning_taskinfo.transfer.own import Own
 from lightning_taskinfo.transfer.ready import Ready, Stages
-from lightning_taskinfo.transfer.ready.backbones import Backbone
+from lightning_taskinfo.transfer.ready.module import Backbone
 from lightning_taskinfo.transfer.report import Result, TransferReport
 from lightning_taskinfo.transfer.sampling import check_different
 from lightning_taskinfo.transfer.starts import MakeModule
@@ -177,15 +177,14 @@ def transfer(
         if value is not None:
             raise ValueError(f"`{argument}` must be left out {when} `starts`, got {value!r}.")
     counts = None if labels is None else _whole_numbers("labels", labels)
-    chosen = _seeds(seeds)
-    recipe: Recipe
+    shared: Values = {"data": data, "labels": counts, "accelerator": accelerator}
+    shared["seeds"] = _seeds(seeds)
     made: Any = model
     if starts is None:
-        recipe = Ready(made, data, counts, chosen, accelerator, namespace, **ready)
+        recipe: Recipe = Ready(made, namespace=namespace, **shared, **ready)
     else:
-        recipe = Own(made, data, starts, adapt, counts, chosen, accelerator, **own)
+        recipe = Own(made, starts=starts, adapt=adapt, **shared, **own)
     title = name or recipe.title
-    origins = recipe.origins or {}
     with TemporaryDirectory() as temporary:
         root = Path(temporary if folder is None else folder).absolute()  # a worker's is another
         group = f"{title} {uuid.uuid4().hex[:6]}" if folder is None else group_name(title, folder)
@@ -195,14 +194,14 @@ def transfer(
             _check_travels(trials[0])
         if progress is True:
             lines = [announced(len(trials), recipe.seconds, workers, executor)]
-            lines += [f"start {name}: {origin}" for name, origin in origins.items()]
+            lines += [f"start {start}: {origin}" for start, origin in recipe.origins.items()]
             sys.stderr.writelines(f"transfer: {line}\n" for line in lines)
         claim_folder(root, recipe.configuration, results=["results/*", "stages/*"])
         recipe.store(root)
         with shown(progress, "transfer", len(trials)) as tell:
             found = _run(trials, executor, workers, on_done, tell)
     results = [_result(one, trials, found) for one in trials if one.stage != "pretrain"]
-    return TransferReport(results, recipe.configuration, title, dict(origins))
+    return TransferReport(results, recipe.configuration, title, dict(recipe.origins))
 
 
 def announced(
@@ -255,9 +254,7 @@ def _seeds(given: Any) -> list[int]:
         check_counts(seeds=int(given))
         given = range(given)
     seeds = _whole_numbers("seeds", given)
-    for seed in seeds:
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"`seeds` must be between 0 and 2**32 - 1, got {seed}.")
+    check_not_negative(seeds=min(seeds))
     return seeds
 
 
@@ -299,14 +296,13 @@ def _run(
             on_done(trial, result)
 
     for one in trials:  # a pretraining is done again if its weights are gone and still needed
-        if one.needs and not one.result().exists() and not one.pretrained.exists():
-            one.result(one.needs).unlink(missing_ok=True)
+        if one.needs and not one.result.exists() and not one.needs.weights.exists():
+            one.needs.result.unlink(missing_ok=True)
     results: Values = {}
     where: Values = {"folder": trials[0].root / "results", "executor": executor, "workers": workers}
     for needy in (False, True):
         wave = {name: one for name, one in named.items() if bool(one.needs) is needy}
-        if wave:
-            results |= run_jobs(Trial.run, wave, on_done=done, **where)
+        results |= run_jobs(Trial.run, wave, on_done=done, **where)
     return results
 
 
@@ -316,31 +312,14 @@ def _result(
     found: Values,
 ) -> Result:
     """What a training and the pretraining that it needs have found, as it is reported."""
-    own = found[trial.name]
-    stages = {trial.stage: own}
-    source = None
-    if trial.needs is not None:
-        source = found[trial.needs]["test"]
-        stages = {"pretrain": found[trial.needs], **stages}
-    overlap = own.get("overlap")
-    if overlap is not None:
+    own = dict(found[trial.name])
+    own.pop("missed_share", None)
+    if own.get("overlap") is not None:
         scratch = [one for one in trials if (one.stage, one.seed) == ("scratch", trial.seed)]
         curve = {one.labels: found[one.name]["missed_share"] for one in scratch}
-        overlap = {**overlap, "onset": onset_of(overlap, curve)}
-    curves = []
-    for stage, measured in stages.items():
-        for row in measured["curve"]:
-            # Without what was measured beside training: a killed run measures at other steps.
-            kept = {key: row[key] for key in row if not key.startswith(f"{PREFIX}/")}
-            curves.append({"stage": stage, **kept})
-    known = ("test", "information", "fisher_trace", "certificate")
-    return Result(
-        trial.method,
-        trial.labels,
-        trial.seed,
-        source=source,
-        curves=curves,
-        overlap=overlap,
-        seconds={stage: one["seconds"] for stage, one in stages.items()},
-        **{name: own.get(name) for name in known},
-    )
+        own["overlap"] = {**own["overlap"], "onset": onset_of(own["overlap"], curve)}
+    # Without what was measured beside training: a killed run measures at other steps.
+    own["curves"] = [
+        {key: row[key] for key in row if not key.startswith(f"{PREFIX}/")} for row in own["curves"]
+    ]
+    return Result(trial.method, trial.labels, trial.seed, **own)

@@ -1,21 +1,34 @@
-"""Samples and their order, drawn from (seed, epoch) alone, and which of them are labelled."""
+"""The samples of a transfer: the user's target data, which of it is labelled, and an order by seed and epoch."""
 
+import operator
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any
+from numbers import Integral
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
-from lightning_taskinfo._batches import take
+from lightning_taskinfo._batches import read_batch, tensors
+from lightning_taskinfo._files import digest
 from lightning_taskinfo._random import keep_random_states, own_randomness, seed_everything
+from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo._warn import reason_of
+from lightning_taskinfo.data import ArrayData
 
+PARTS = {  # of target data, and the methods of a data module
+    "train": "train_dataloader",
+    "test": "test_dataloader",
+    "validation": "val_dataloader",
+}
+Loader: TypeAlias = DataLoader[Any]
+Collate: TypeAlias = Callable[[list[Any]], Any]
+Rows: TypeAlias = NDArray[np.int64]
 Draw = tuple[int, int, int]
 """Epoch, pass within the epoch, and index of a sample."""
 
@@ -74,61 +87,8 @@ class EpochSampler(Sampler[Draw]):
             yield epoch, number, index
 
 
-class ImageSamples(Dataset[Any]):
-    """Images with their index, and with their labels where they have any, a whole batch at a time.
-
-    Args:
-        x: Images, uint8 or float, shape ``[N, C, H, W]``. Bytes come out as floats from 0 to 1.
-        y: Their classes, or ``None``: then there is nothing here that knows them.
-        index: What each sample is called in the ensemble of its predictions; 0 to N − 1 where not
-            given.
-        augment: Changes one image, at random or not; torch's, numpy's and Python's global
-            generators are seeded from (seed, epoch, pass, index) for it and put back afterwards.
-        seed: Seed of the augmentation.
-    """
-
-    def __init__(
-        self,
-        x: Tensor,
-        y: Tensor | None = None,
-        *,
-        index: Tensor | None = None,
-        augment: Callable[[Tensor], Tensor] | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.x = x
-        self.y = y
-        self.augment = augment
-        self.seed = seed
-        self.index = torch.arange(len(x)) if index is None else index
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, draw: int | Draw) -> Any:
-        return take(self.__getitems__([draw]), itemgetter(0))
-
-    def __getitems__(self, draws: Sequence[Draw | int]) -> tuple[Any, Tensor]:
-        """Return ``((x, y), index)`` of a batch, or ``(x, index)`` where there are no labels."""
-        plain = [draw if isinstance(draw, tuple) else (0, 0, draw) for draw in draws]
-        rows = torch.tensor([index for *_, index in plain])
-        x = self.x[rows]
-        if x.dtype == torch.uint8:
-            x = x.float() / 255
-        if self.augment is not None:
-            images = []
-            for image, draw in zip(x, plain, strict=True):
-                with seeded(self.seed, *draw):
-                    images.append(self.augment(image))
-            x = torch.stack(images)
-        index = self.index[rows]
-        if self.y is None:
-            return x, index
-        return (x, self.y[rows]), index
-
-
 def whole_batch(batch: Any) -> Any:
-    """Collate nothing: :class:`ImageSamples` gives out whole batches."""
+    """Collate nothing: the datasets here give out whole batches."""
     return batch
 
 
@@ -158,11 +118,7 @@ def seeded(*parts: int) -> Iterator[None]:
         yield
 
 
-Rows = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
+class Split(NamedTuple):
     """Rows of the target's training split.
 
     Attributes:
@@ -182,8 +138,9 @@ def split_target(
     num_classes: int,
     *,
     labels: int | Sequence[int],
-    validation: int | Sequence[int],
+    validation: int | Sequence[int] = 0,
     seed: int,
+    argument: str = "target",
 ) -> Split:
     """Choose validation and labelled rows, each class in turn, without regard to the number of the other.
 
@@ -197,6 +154,7 @@ def split_target(
         labels: Number of labelled samples, or their rows.
         validation: Number of validation samples, or their rows; 0 for none.
         seed: Seed of the choice.
+        argument: What the user calls the data, for messages.
 
     Raises:
         ValueError: If there are not enough samples, a class would stay without a label, there is
@@ -209,24 +167,20 @@ def split_target(
         (2, 6, 14)
     """
     if len(np.unique(y)) < 2:
-        got = f"got class {y[:1]} only"
-        raise ValueError(f"`target` must have samples of at least two classes, {got}.")
+        rule = "must have training samples of at least two classes"
+        raise ValueError(f"`{argument}` {rule}, got class {y[:1]} only.")
     if absent := _absent(y, num_classes):
         rule = f"must have training samples of every one of its {num_classes} classes"
-        raise ValueError(f"`target` {rule}, got none of class {absent}; classes count from 0.")
+        raise ValueError(f"`{argument}` {rule}, got none of class {absent}; classes count from 0.")
     order = by_turns(y, num_classes, np.random.default_rng(seed))
     labeled = order[:0]
     hint = ""
     if not isinstance(labels, int):
-        labeled = _given("labels", labels, len(y))
+        labeled = _chosen("labels", labels, order, labeled, y)
         hint = " A list of `labels` names rows; numbers to compare go to `transfer(labels=[…])`."
-    if isinstance(validation, int):
-        kept = _first("validation", _without(order, labeled, y), validation)
-    else:
-        kept = _given("validation", validation, len(y))
+    kept = _chosen("validation", validation, order, labeled, y)
     if isinstance(labels, int):
-        beside = f" beside {len(kept)} for validation"
-        labeled = _first("labels", _without(order, kept, y), labels, beside)
+        labeled = _chosen("labels", labels, order, kept, y)
     if both := np.intersect1d(labeled, kept).tolist():
         raise ValueError(f"`labels` and `validation` must not share rows, got {both[:5]} in both.")
     if missing := _absent(y[labeled], num_classes):
@@ -235,23 +189,19 @@ def split_target(
     return Split(labeled, kept, np.setdiff1d(np.arange(len(y)), kept))
 
 
-def count_or_rows(argument: str, value: Any) -> int | Sequence[int]:
-    """Return a number of samples, or rows, as they are kept.
+def count_or_rows(argument: str, value: Any) -> int | list[int]:
+    """Return a number of samples, or rows, as Python's own numbers.
 
     Raises:
-        ValueError: If it is a negative number.
         TypeError: If it is neither a whole number nor rows.
     """
-    if isinstance(value, int | np.integer):
-        if value < 0:
-            raise ValueError(f"`{argument}` must not be negative, got {value}.")
-        return int(value)
-    if isinstance(value, str) or not hasattr(value, "__len__"):
-        raise TypeError(
-            f"`{argument}` must be a whole number or a sequence of whole numbers, got {value!r}."
-        )
-    rows: Sequence[int] = value
-    return rows
+    try:
+        if isinstance(value, Integral):
+            return int(value)
+        return [operator.index(row) for row in value]
+    except TypeError:
+        rule = "must be a whole number or a sequence of whole numbers"
+        raise TypeError(f"`{argument}` {rule}, got {value!r}.") from None
 
 
 def by_turns(
@@ -276,33 +226,28 @@ def _turn(y: Rows) -> Rows:
     return turn
 
 
-def _without(order: Rows, taken: Rows, y: Rows) -> Rows:
-    """The rows that are not taken, in turns of classes again after the gaps that those leave."""
-    rest = order[~np.isin(order, taken)]
-    turns = np.argsort(_turn(y[rest]), kind="stable")
-    return rest[turns]
-
-
-def _first(
+def _chosen(
     argument: str,
+    wanted: int | Sequence[int],
     order: Rows,
-    count: int,
-    beside: str = "",
+    taken: Rows,
+    y: Rows,
 ) -> Rows:
-    if not 0 <= count <= len(order):
-        rule = f"must be between 0 and the {len(order)} samples there are{beside}"
-        raise ValueError(f"`{argument}` {rule}, got {count}.")
-    return order[:count]
-
-
-def _given(argument: str, rows: Sequence[int], length: int) -> Rows:
-    array = np.asarray(rows, dtype=np.int64)
-    if array.size and (array.min() < 0 or array.max() >= length):
-        rule = f"must hold rows from 0 to {length - 1}"
-        raise ValueError(f"`{argument}` {rule}, got {array.min()} to {array.max()}.")
-    if repeated := len(array) - len(np.unique(array)):
+    """The rows that are named; or so many of those that are not taken, in turns of classes."""
+    if isinstance(wanted, int):
+        free = order[~np.isin(order, taken)]
+        if not 0 <= wanted <= len(free):
+            rule = f"must be between 0 and {len(free)}, the samples beside {len(taken)} others"
+            raise ValueError(f"`{argument}` {rule}, got {wanted}.")
+        turns = np.argsort(_turn(y[free]), kind="stable")  # what is taken leaves gaps
+        return free[turns][:wanted]
+    rows = np.asarray(wanted, dtype=np.int64)
+    if not {*wanted} <= {*range(len(y))}:
+        rule = f"must hold rows from 0 to {len(y) - 1}"
+        raise ValueError(f"`{argument}` {rule}, got {rows.min()} to {rows.max()}.")
+    if repeated := len(rows) - len({*wanted}):
         raise ValueError(f"`{argument}` must not repeat a row, got {repeated} repetitions.")
-    return array
+    return rows
 
 
 def _absent(y: Rows, num_classes: int) -> str:
@@ -316,3 +261,188 @@ def check_different(argument: str, values: Sequence[Any]) -> None:
         raise ValueError(f"`{argument}` must not be empty.")
     if len({*values}) < len(values):
         raise ValueError(f"`{argument}` must not repeat a value, got {list(values)}.")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Training, test and validation samples, in their order, and how batches are made of them.
+
+    Attributes:
+        train: Training samples; some of their labels are used.
+        test: The test set.
+        validation: Samples to validate on while training; ``None`` for none.
+    """
+
+    train: Loader
+    test: Loader
+    validation: Loader | None = None
+
+    def labels(self) -> tuple[Tensor | None, str]:
+        """Return the targets of all training samples where they can be read, and a digest of the samples."""
+        found: list[Any] = []
+        digests = []
+        with seeded(0):
+            for batch in self.train:
+                digests.append(digest(("", tensor) for tensor in tensors(batch)))
+                found.append(_targets(batch))
+        known = all(targets is not None for targets in found)
+        return torch.cat(found) if known else None, digest((part, None) for part in digests)
+
+    def train_loader(self, rows: Rows, seed: int) -> Loader:
+        """Return a loader of some training samples, in an order that depends on seed and epoch alone."""
+        size: Any = self.train.batch_size
+        return DataLoader(
+            Drawn(self.train.dataset, rows, self.train.collate_fn, seed),
+            size,
+            sampler=EpochSampler(len(rows), seed=seed),
+            collate_fn=whole_batch,
+            # A batch of one sample has no statistics for batch normalisation.
+            drop_last=len(rows) > size and len(rows) % size == 1,
+        )
+
+    def plain_loader(self, rows: Rows) -> Loader:
+        """Return a loader of some training samples as they are, in their order."""
+        samples = Subset(self.train.dataset, rows.tolist())
+        return DataLoader(samples, self.train.batch_size, collate_fn=self.train.collate_fn)
+
+
+def _targets(batch: Any) -> Tensor | None:
+    """One target for each sample of a batch, where it has such."""
+    try:
+        _, targets = read_batch(batch)
+    except ValueError:
+        return None
+    return targets if isinstance(targets, Tensor) and targets.ndim == 1 else None
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn(Dataset[Any]):
+    """Some rows of a dataset, a whole batch at a time, whose randomness depends on seed, epoch and place alone.
+
+    Attributes:
+        samples: The dataset.
+        rows: Which samples of it.
+        collate: Makes a batch of a list of samples.
+        seed: Seed of what samples and batches draw, such as augmentations.
+    """
+
+    samples: Any
+    rows: Rows
+    collate: Collate
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, draws: Sequence[Draw]) -> Any:
+        """Return a batch."""
+        with seeded(self.seed, *draws[0]):
+            rows = [int(self.rows[index]) for *_, index in draws]
+            return self.collate([self.samples[row] for row in rows])
+
+
+def read_target(data: Any, batch_size: int | None) -> Target:
+    """Return the target data of what a user has.
+
+    Args:
+        data: A LightningDataModule; datasets ``{"train": …, "test": …}``, with ``"validation"`` or
+            not; in place of a dataset, arrays ``(inputs, targets)``; or an
+            :class:`~lightning_taskinfo.data.ArrayData`.
+        batch_size: Samples in a training batch; that of the data module, or 32, where ``None``.
+
+    Raises:
+        TypeError: If it is something else.
+        ValueError: If a part is missing or empty.
+    """
+    check_counts(batch_size=batch_size)
+    if isinstance(data, ArrayData):
+        data = {"train": data.train(), "test": data.test()}
+    if hasattr(data, "train_dataloader"):
+        loaders = _loaders(data)
+    elif isinstance(data, Mapping):
+        parts = {name: part for name, part in data.items() if part is not None}
+        if not {"train", "test"} <= {*parts} <= {*PARTS}:
+            rule = "must have the parts train, test and maybe validation"
+            raise ValueError(f"`data` {rule}, got {', '.join(data)}.")
+        size = max(batch_size or 32, 256)
+        loaders = {name: DataLoader(_dataset(parts[name]), size) for name in parts}
+        batch_size = batch_size or 32
+    else:
+        rule = "a LightningDataModule or datasets {'train': …, 'test': …}"
+        raise TypeError(f"`data` must be {rule}, got a {type(data).__name__}.")
+    found = {}
+    for name, loader in loaders.items():
+        samples: Any = loader.dataset
+        sized = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
+        if not (sized and len(samples)):
+            rule = f"must have a dataset or arrays (inputs, targets) to {name.removesuffix('ation')} on"
+            raise ValueError(f"`data` {rule}, got none or an empty one: {type(samples).__name__}.")
+        size = loader.batch_size or 256
+        if name == "train":
+            size = batch_size or loader.batch_size or 32
+        found[name] = DataLoader(samples, size, collate_fn=loader.collate_fn)
+    return Target(**found)
+
+
+def _loaders(data: Any) -> dict[str, Loader]:
+    """The loaders of a data module; their own order is not used."""
+    data.prepare_data()
+    data.setup("fit")
+    data.setup("test")
+    found = {}
+    for part, method in PARTS.items():
+        rule = f"`data` must return one DataLoader from {method}"
+        try:
+            loader = getattr(data, method)()
+        except Exception as error:  # Lightning's own for a loader that is not there, or the user's
+            if part == "validation":
+                continue
+            raise ValueError(f"{rule}, but it failed ({reason_of(error)}).") from error
+        if isinstance(loader, DataLoader):
+            found[part] = loader
+        elif part != "validation":
+            raise ValueError(f"{rule}, got {type(loader).__name__}.")
+    return found
+
+
+def _dataset(part: Any) -> Any:
+    """A dataset as it is, and arrays as one."""
+    pair = isinstance(part, list | tuple) and len(part) == 2
+    if not pair or not all(hasattr(array, "shape") for array in part):
+        return part
+    inputs, targets = map(torch.as_tensor, part)
+    if len(inputs) != len(targets):
+        rule = "`data` must have as many targets as inputs"
+        raise ValueError(f"{rule}, got {len(targets)} for {len(inputs)}.")
+    return TensorDataset(inputs, targets)
+
+
+def chosen_rows(
+    labels: Tensor | None,
+    length: int,
+    counts: Sequence[int],
+    seed: int,
+) -> Rows:
+    """Return rows of training samples of which the first ``n`` are the ``n`` labelled ones.
+
+    Classes take turns where targets are classes; any order is as good otherwise.
+
+    Args:
+        labels: All training targets; ``None`` where they are not known.
+        length: Number of training samples.
+        counts: Numbers of labels that will be used.
+        seed: Seed of the choice.
+
+    Raises:
+        ValueError: If there are not as many samples, or a class would have no label.
+    """
+    for count in counts:
+        if not 1 <= count <= length:
+            rule = f"must be between 1 and the {length} training samples there are"
+            raise ValueError(f"`labels` {rule}, got {count}.")
+    if labels is None or labels.is_floating_point():
+        return np.random.default_rng(seed).permutation(length)
+    classes, y = np.unique(labels.cpu().numpy(), return_inverse=True)
+    options: dict[str, Any] = {"seed": seed, "argument": "data"}
+    split_target(y, len(classes), labels=min(counts), **options)  # enough for all classes
+    return split_target(y, len(classes), labels=length, **options).labeled

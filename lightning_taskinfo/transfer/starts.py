@@ -136,10 +136,10 @@ def _fitted(
     every = []
     for old, new in product(_prefixes(given), _prefixes(own)):
         inside = [key for key in given if key.startswith(old)]
-        every.append({new + key.removeprefix(old): given[key] for key in inside})
-    renamed = max(every, key=lambda names: len(_shared(names, own)))
-    shared = _shared(renamed, own)
-    weights = {key: renamed[key].detach().cpu().clone() for key in shared}
+        renamed = {new + key.removeprefix(old): given[key] for key in inside}
+        fitting = [key for key in renamed if key in own and renamed[key].shape == own[key].shape]
+        every.append({key: renamed[key] for key in fitting})
+    weights = {key: weight.detach().cpu().clone() for key, weight in max(every, key=len).items()}
     parameters = [key for key, _ in module.named_parameters()]
     fresh = tuple(key for key in parameters if key not in weights)
     if 2 * len(fresh) > len(parameters):
@@ -159,11 +159,6 @@ def _prefixes(names: Collection[str]) -> list[str]:
         parts = name.split(".")[:-1]
         starts.update(accumulate((f"{part}." for part in parts), initial=""))
     return [prefix for prefix, count in starts.items() if 2 * count >= len(names)]
-
-
-def _shared(state: Weights, own: Weights) -> list[str]:
-    """Names of weights of the same name and shape."""
-    return [key for key in state if key in own and state[key].shape == own[key].shape]
 
 
 def way_name(way: Adapt) -> str:

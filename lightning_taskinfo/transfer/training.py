@@ -12,21 +12,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_taskinfo import _files
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES, Callback, LightningModule, Trainer
 from lightning_taskinfo._wandb import PREFIX, ours
 from lightning_taskinfo._warn import first_line
 from lightning_taskinfo.callbacks.report import summary
+from lightning_taskinfo.regularizers import Regularizer
 from lightning_taskinfo.transfer.sampling import generators_kept, reseed
 
 Stage = Literal["pretrain", "scratch", "fine_tune"]
 LoggerKind = Literal["none", "csv", "wandb", "wandb_offline"]
 Row = dict[str, float]
 Values = dict[str, Any]
+After = Callable[[Row], tuple[Values, Values]]
 SCRATCH = "scratch"
 ADVICE = "Delete it to train that stage again."
 OF_LIGHTNING = ("epoch", "trainer/global_step")
@@ -44,13 +46,6 @@ NOISE = (
 """What Lightning warns of that many small trainings need not hear."""
 
 
-class Fitted(NamedTuple):
-    """What a training leaves: a row of metrics an epoch, and those of the test."""
-
-    curve: list[Row]
-    test: Row
-
-
 @dataclass(frozen=True)
 class Job:
     """A module at its start, ready to be trained.
@@ -62,8 +57,8 @@ class Job:
         test: What its ``test`` is called with; ``None`` for no test.
         options: Of the Trainer.
         weights: Returns what is kept of the trained module.
-        after: Returns what is found after training, under names of
-            :class:`~lightning_taskinfo.transfer.report.Result`, and what is logged of it.
+        after: Takes the metrics of the test and returns what is found after training, under names
+            of :class:`~lightning_taskinfo.transfer.report.Result`, and what is logged of it.
         before: What is logged before training.
         ours: Whether the module is ours, and not the user's: then what it logs has our prefix, and
             its checkpoints are whole.
@@ -75,7 +70,7 @@ class Job:
     test: Values | None
     options: Values
     weights: Callable[[], dict[str, Tensor]]
-    after: Callable[[Fitted], tuple[Values, Values]]
+    after: After
     before: Values = field(default_factory=dict)
     ours: bool = False
 
@@ -87,8 +82,6 @@ class Recipe:
         title: What to call the transfer.
         namespace: Whose modules they are.
         configuration: What decides the numbers.
-        labels: Numbers of target labels.
-        seeds: The seeds.
         seconds: Estimate of the time of a training, if there is one.
         origins: Where the weights of each start of the user's come from, in words.
     """
@@ -96,10 +89,8 @@ class Recipe:
     title: str
     namespace: str
     configuration: Values
-    labels: Sequence[int]
-    seeds: Sequence[int]
     seconds: float | None = None
-    origins: Mapping[str, str] | None = None
+    origins: Mapping[str, str]
 
     def trials(self, root: Path, log: "RunLog") -> list["Trial"]:
         """Return all trainings, each after the one that it needs."""
@@ -177,40 +168,41 @@ class RunLog:
         run.define_metric("trainer/global_step")  # as Lightning does
         run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
         run.define_metric(ours("pretrain/*"), step_metric=ours("pretrain/epoch"))
-        logger = NAMESPACES[self.namespace].loggers.WandbLogger
+        logger = NAMESPACES[self.namespace].loggers.WandbLogger(
+            name=name, save_dir=self.folder, project=self.project, experiment=run
+        )
         if own_module:
-            logger = type("Logger", (_NamesOurs, logger), {})
+            _name_ours(logger)
         try:
-            yield logger(name=name, save_dir=self.folder, project=self.project, experiment=run)
+            yield logger
         finally:
             run.finish()
 
     def end(self, name: str, logger: Any, curve: Sequence[Row]) -> None:
         """Put first, last, smallest and largest value of the epochs into the run's summary, or all into a csv file."""
-        columns = [*dict.fromkeys(chain.from_iterable(curve))]
+        columns = dict.fromkeys(chain.from_iterable(curve))
         if logger is not None:
-            names = [name for name in columns if name != "epoch"]
-            logger.experiment.summary.update(_named(summary(curve, names)))
+            found = summary(curve, columns.keys() - {"epoch"})
+            logger.experiment.summary.update({ours(key): value for key, value in found.items()})
         if self.kind == "csv" and curve:
             path = _files.make_folder(self.folder) / f"{name}.csv"
             with _files.atomic_write(path, "w") as file:
-                writer = csv.DictWriter(file, columns, lineterminator="\n")
+                writer = csv.DictWriter(file, [*columns], lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(curve)
 
 
-class _NamesOurs:
-    """A part of a logger of Weights & Biases: everything that is logged by our own module has our prefix."""
+def _name_ours(logger: Any) -> None:
+    """Put our prefix before the names of everything that our own module logs."""
+    log = logger.log_metrics
 
-    def log_metrics(
-        self,
-        metrics: Row,
-        step: int | None = None,
-    ) -> None:
+    def log_metrics(metrics: Row, step: int | None = None) -> None:
         named = {}
         for key, value in metrics.items():
             named[key if key in OF_LIGHTNING else ours(key)] = value
-        super().log_metrics(named, step)  # type: ignore[misc]
+        log(named, step)
+
+    logger.log_metrics = log_metrics
 
 
 def log_numbers(
@@ -226,7 +218,7 @@ def log_numbers(
         step: The optimizer step they belong to; the last one by default.
     """
     if logger is not None and (numbers := flatten(values)):
-        logger.log_metrics(_named(numbers), step)
+        logger.log_metrics({ours(key): value for key, value in numbers.items()}, step)
 
 
 def flatten(values: Values, prefix: str = "") -> Row:
@@ -245,10 +237,6 @@ def flatten(values: Values, prefix: str = "") -> Row:
     return found
 
 
-def _named(row: Row) -> Row:
-    return {ours(key): value for key, value in row.items()}
-
-
 @dataclass(frozen=True)
 class Trial:
     """One training.
@@ -264,7 +252,7 @@ class Trial:
         seed: The seed.
         start: Name of the start.
         way: Name of the way to adapt.
-        needs: Name of the pretraining whose weights it starts from.
+        needs: The pretraining whose weights it starts from.
     """
 
     recipe: Recipe = field(repr=False)
@@ -277,7 +265,7 @@ class Trial:
     seed: int
     start: str = SCRATCH
     way: str = "full"
-    needs: str | None = None
+    needs: "Trial | None" = None
 
     @property
     def description(self) -> str:
@@ -292,13 +280,14 @@ class Trial:
         return self.root / "stages" / self.name
 
     @property
-    def pretrained(self) -> Path:
-        """The file of the weights that it starts from."""
-        return self.root / "stages" / str(self.needs) / "weights.pt"
+    def weights(self) -> Path:
+        """The file of its trained weights."""
+        return self.folder / "weights.pt"
 
-    def result(self, name: str | None = None) -> Path:
-        """Return the file with the result of this training, or of another."""
-        return self.root / "results" / f"{name or self.name}.json"
+    @property
+    def result(self) -> Path:
+        """The file with its result."""
+        return self.root / "results" / f"{self.name}.json"
 
     def run(self) -> Values:
         """Train, test, and return the result in JSON-like values; files of a killed run are continued from.
@@ -308,25 +297,29 @@ class Trial:
         """
         begun = time.perf_counter()
         log = RunLog() if self.stage == "pretrain" else self.log
-        names = ("method", "labels", "seed", "start")
-        settings = {name: getattr(self, name) for name in names} | {"adapt": self.way}
-        before: list[Row] = []  # epochs of the pretraining stand in the log of all that need it
-        if self.needs and self.result(self.needs).exists():
-            before = _files.read_result(self.result(self.needs))["curve"]
+        settings = {name: getattr(self, name) for name in ("method", "labels", "seed", "start")}
+        earlier: Values = {"curves": [], "seconds": {}}
+        if self.needs:
+            earlier = _files.read_result(self.needs.result)
         with generators_kept():
             job = self.recipe.job(self)
-            with log.run(self.name, settings, own_module=job.ours) as logger:
-                for row in before:
+            with log.run(self.name, {**settings, "adapt": self.way}, own_module=job.ours) as logger:
+                for row in earlier["curves"]:  # each that needs a pretraining logs its epochs
                     plain = {key.removeprefix(f"{PREFIX}/"): row[key] for key in row}
                     log_numbers(logger, {"pretrain": plain})
                 log_numbers(logger, job.before, step=0)
-                fitted = fit_stage(job, self.folder, self.recipe.namespace, logger)
-                found, logged = job.after(fitted)
+                curve, test = fit_stage(job, self.folder, self.recipe.namespace, logger)
+                found, logged = job.after(test)
                 log_numbers(logger, {"target": found["test"], **logged})
-                log.end(self.name, logger, fitted.curve)
-            _files.write_tensors(self.folder / "weights.pt", job.weights())
-        seconds = time.perf_counter() - begun
-        return {**found, "curve": fitted.curve, "seconds": seconds}
+                log.end(self.name, logger, curve)
+            _files.write_tensors(self.weights, job.weights())
+        epochs = [{"stage": self.stage, **row} for row in curve]
+        return {
+            **found,
+            "source": earlier.get("test"),
+            "curves": [*earlier["curves"], *epochs],
+            "seconds": {**earlier["seconds"], self.stage: time.perf_counter() - begun},
+        }
 
 
 class EpochKeeper(Callback):
@@ -351,7 +344,7 @@ class EpochKeeper(Callback):
         self.parts = parts
         self.lean = lean
         self.curve: list[Row] = []
-        self._frozen: set[str] = set()
+        self._frozen: set[nn.Parameter] = set()
         self._next_write = 0.0
 
     def on_fit_start(
@@ -360,7 +353,7 @@ class EpochKeeper(Callback):
         pl_module: LightningModule,
     ) -> None:
         """Remember what is frozen from the beginning: a start knows those weights."""
-        self._frozen = {name for name, p in pl_module.named_parameters() if not p.requires_grad}
+        self._frozen = _frozen(pl_module)
 
     def on_train_epoch_start(
         self,
@@ -368,9 +361,10 @@ class EpochKeeper(Callback):
         pl_module: LightningModule,
     ) -> None:
         """Let frozen parts run as in evaluation: no dropout, and statistics of batch normalisation that stay."""
-        for part in pl_module.modules() if self.lean else ():
-            trained = {parameter.requires_grad for parameter in part.parameters()}
-            if trained == {False}:
+        frozen = _frozen(pl_module) if self.lean else set()
+        for part in pl_module.modules():
+            parameters = {*part.parameters()}
+            if parameters and parameters <= frozen:
                 part.eval()
 
     def on_train_batch_start(
@@ -415,7 +409,7 @@ class EpochKeeper(Callback):
         for name in ("hyper_parameters", "hparams_name", "hparams_type"):
             checkpoint.pop(name, None)
         for name, parameter in pl_module.named_parameters():
-            if name in self._frozen and not parameter.requires_grad:
+            if parameter in self._frozen and not parameter.requires_grad:
                 checkpoint["state_dict"].pop(name, None)
 
     def state_dict(self) -> Values:
@@ -427,12 +421,19 @@ class EpochKeeper(Callback):
         self.curve = list(state_dict["curve"])
 
 
+def _frozen(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters that are not trained; those of a critic are, by the regularizer that has it."""
+    critics = [part for part in module.modules() if isinstance(part, Regularizer)]
+    trained = {parameter for part in critics for parameter in part.parameters()}
+    return {parameter for parameter in module.parameters() if not parameter.requires_grad} - trained
+
+
 def fit_stage(
     job: Job,
     folder: Path,
     namespace: str,
     logger: Any,
-) -> Fitted:
+) -> tuple[list[Row], Row]:
     """Train from the last finished epoch in ``folder`` if there is one, and test.
 
     Args:
@@ -440,6 +441,9 @@ def fit_stage(
         folder: Of this training alone.
         namespace: Whose Trainer: that of the module.
         logger: For the Trainer; ``None`` for none.
+
+    Returns:
+        A row of metrics per epoch, and those of the test.
 
     Raises:
         ValueError: If the checkpoint is damaged. It is left as it is.
@@ -451,18 +455,15 @@ def fit_stage(
         job.module.strict_loading = False  # what is frozen is not in the checkpoint
     callbacks = [*job.options.get("callbacks", []), keeper]
     options = {**job.options, "logger": logger or False, "callbacks": callbacks}
-    found: Mapping[str, float] = {}
+    test: Row = {}
     with quiet(), interruptible():
         trainer = make_trainer(namespace, options)
-        checkpoint = None
         if last.exists():
             _files.check_archive(last, advice=ADVICE)  # before Lightning says so
-            checkpoint = str(last)
-        trainer.fit(job.module, **job.fit, ckpt_path=checkpoint)
+        trainer.fit(job.module, **job.fit, ckpt_path=str(last) if last.exists() else None)
         if job.test is not None:
-            found, *_ = trainer.test(job.module, **job.test, verbose=False)
-    test = {name: float(value) for name, value in found.items()}
-    return Fitted(keeper.curve, test)
+            test = dict(trainer.test(job.module, **job.test, verbose=False)[0])
+    return keeper.curve, test
 
 
 def make_trainer(namespace: str, options: Values) -> Trainer:

@@ -87,9 +87,9 @@ def test_a_yaml_file_and_a_second_run_that_has_nothing_to_do(pair, tmp_path, cap
         ("--backbone=examples.reference.Classifier", "`model` must "),
         ("--stages.learning_rate=.inf", "learning_rate"),
         ("--stages.weight_decay=.nan", "weight_decay"),
-        ("--labels=[500]", "samples there are beside"),
+        ("--labels=[500]", "`labels` must be between 0 and 81, the samples beside 9 others"),
         ("--methods=[laplace]", "`methods` must be made of"),
-        ("--data=no.npz->digits", "A dataset must be an npz file, but there is no file at no.npz."),
+        ("--data=no.npz->digits", "'no.npz' was not found at this path."),
         ("--data=nothing->nowhere", "'nothing' was not found"),
     ],
 )

@@ -107,7 +107,7 @@ def test_labels_that_are_no_whole_numbers_are_refused(arrays, labels, got):
 
 def test_classes_are_those_of_both_splits_and_training_samples_are_missed(arrays):
     with pytest.warns(
-        TaskInfoWarning, match="`y_train` of 'some' has no sample of 1 of 11 classes"
+        TaskInfoWarning, match="`y_train` of 'some' has no training sample of 1 of 11 classes"
     ):
         assert from_any({**arrays, "y_test": np.arange(1, 11)}, name="some").num_classes == 11
     assert (

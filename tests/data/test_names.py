@@ -1,4 +1,4 @@
-"""Pairs by name, and a cache that survives kills, damage and folders nobody may write to."""
+"""Datasets by name, and a cache that survives kills, damage and folders nobody may write to."""
 
 import shutil
 import signal
@@ -12,7 +12,6 @@ from lightning_taskinfo.data import (
     ArrayData,
     load_dataset,
     load_letters,
-    load_pair,
     load_task,
     names,
     save_npz,
@@ -44,19 +43,11 @@ def build(arrays):
     return make
 
 
-@pytest.mark.parametrize("name", ["digits→letters", "digits->letters", " digits  → letters "])
-def test_source_and_target(name):
-    source, target = load_pair(name, size=8)
-    assert (source.name, target.name) == ("digits 8×8", "letters 8×8")
-    assert source.image_shape == target.image_shape == (1, 8, 8)
-    assert np.array_equal(target.x_test, load_letters(size=8).x_test)
-
-
-def test_letters_to_digits():
-    assert [data.name for data in load_pair("letters→digits", size=8)] == [
-        "letters 8×8",
-        "digits 8×8",
-    ]
+def test_embedded_data_by_name():
+    digits, letters = (load_dataset(name, size=8) for name in ("digits", "letters"))
+    assert (digits.name, letters.name) == ("digits 8×8", "letters 8×8")
+    assert digits.image_shape == letters.image_shape == (1, 8, 8)
+    assert np.array_equal(letters.x_test, load_letters(size=8).x_test)
 
 
 @pytest.mark.parametrize("data_dir", [None, "elsewhere", "."])
@@ -80,29 +71,22 @@ def test_names_of_files(tmp_path, arrays, monkeypatch, variable):
     save_npz(tmp_path / "mine.npz", ArrayData(**arrays, name="my own", num_classes=10))
     if variable:
         monkeypatch.setenv("TASKINFO_DATA_DIR", str(tmp_path))
-    source, target = load_pair("mine→digits", size=8, data_dir=None if variable else tmp_path)
-    assert (source.name, target.name) == ("my own", "digits 8×8")
+    data = load_dataset("mine", data_dir=None if variable else tmp_path)
+    assert data.name == "my own"
 
 
-@pytest.mark.parametrize(
-    "name", ["digits", "digits→", "→", "digits→letters→digits", "digits=>letters"]
-)
-def test_refuses_what_is_no_pair(name):
-    with pytest.raises(
-        ValueError, match="`name` must be a source and a target, like 'digits→letters', got '"
-    ):
-        load_pair(name)
+def test_paths_may_have_the_characters_of_tasks(tmp_path, arrays):
+    save_npz(tmp_path / "a+b:c.npz", ArrayData(**arrays, name="my own", num_classes=10))
+    assert load_task(tmp_path / "a+b:c.npz").name == "my own"
 
 
 def test_refuses_unknown_names(tmp_path, monkeypatch):
     monkeypatch.delenv("TASKINFO_DATA_DIR", raising=False)
-    with pytest.raises(
-        ValueError,
-        match=r"digits or letters or name a file; 'words' was not found at this path\. `data_dir` and",
-    ):
-        load_pair("words→digits", size=8)
-    with pytest.raises(ValueError, match=f"'words' was not found in {tmp_path}"):
-        load_pair("digits→words", size=8, data_dir=tmp_path)
+    rule = "digits or letters or name a file; 'words' was not found at this path"
+    with pytest.raises(ValueError, match=rf"{rule}\. .*TASKINFO_DATA_DIR, which is None"):
+        load_dataset("words")
+    with pytest.raises(ValueError, match=rf"{rule}\. .*TASKINFO_DATA_DIR, which is {tmp_path}"):
+        load_dataset("words", data_dir=tmp_path)
 
 
 def test_built_once_for_each_name_arguments_and_version(folder, build, monkeypatch):

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_taskinfo.mixins import MutualInformationMixin
+from lightning_taskinfo.regularizers import MutualInformation
 from lightning_taskinfo.transfer import TransferReport, transfer
+from lightning_taskinfo.transfer.starts import Start
 from tests.ranks import forked
 from tests.transfer.own_nets import (
     Deep,
@@ -252,6 +255,44 @@ def test_frozen_parts_keep_their_statistics():
     assert net.head.training
 
 
+class Penalised(MutualInformationMixin, Net):
+    """Whose critic is trained by its regularizer, and by no optimizer of the module."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__(classes)
+        self.mutual_information = MutualInformation((6,), 8, weight=0.1)
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.mutual_information_penalty(x, self.body(x))
+
+
+def test_a_critic_is_trained_and_goes_on_where_it_was(tmp_path, monkeypatch):
+    from lightning_taskinfo.transfer import training
+
+    options = {"make": Penalised, "starts": {"mine": Penalised}, "seeds": 1}
+    whole = run(**options)
+    written = training.save_checkpoint
+    critics = []
+
+    def stop(trainer, path):
+        written(trainer, path)
+        state = torch.load(path, weights_only=True)["state_dict"]
+        critics.append({name: x for name, x in state.items() if "critic" in name})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "save_checkpoint", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, **options)
+    fresh = Start(Penalised, {}).module(0).state_dict()
+    (kept,) = critics
+    assert kept
+    assert not any(torch.equal(x, fresh[name]) for name, x in kept.items() if x.ndim > 1)
+    monkeypatch.undo()
+    assert run(tmp_path, **options).same_as(whole)
+
+
 def test_text_with_adapters():
     torch.manual_seed(1)
     start = TextNet(classes=5)
@@ -483,7 +524,8 @@ BAD = {
     ),
     "an unknown way": ({"adapt": ["linaer"]}, "`adapt` must be .*'linaer'"),
     "a way that leaves nothing": ({"adapt": ["head"]}, "`adapt` must leave something to train"),
-    "no way": ({"adapt": []}, "`adapt` must be at least one way"),
+    "no way": ({"adapt": []}, "`adapt` must not be empty"),
+    "a way twice": ({"adapt": ["full", "full"]}, "`adapt` must not repeat a value"),
     "a module in place of its class": (
         {"make": Net()},
         "`model` must be the class of your LightningModule, or a function .*got a Net",
@@ -503,7 +545,7 @@ BAD = {
     ),
     "a logger in trainer": ({"trainer": {"logger": True}}, "`trainer` must leave logger"),
     "methods": ({"methods": ["lautum"]}, "`methods` must be left out"),
-    "negative seeds": ({"seeds": [-1]}, "`seeds` must be between"),
+    "negative seeds": ({"seeds": [-1]}, "`seeds` must not be negative, got -1"),
 }
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.data.arrays import save_npz
 from lightning_taskinfo.transfer import TransferDataModule, transfer
-from lightning_taskinfo.transfer.ready.data import as_inputs, as_task
+from lightning_taskinfo.transfer.ready.data import as_images, as_task
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task
 
 
@@ -27,7 +27,10 @@ def test_a_warning_about_a_file_is_given_once(tmp_path):
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("default")
         transfer(tiny_net, data, methods=["standard"], seeds=2, stages=STAGES)
-    assert len([1 for warning in heard if "'lacking' has no sample" in str(warning.message)]) == 1
+    assert (
+        len([1 for warning in heard if "'lacking' has no training sample" in str(warning.message)])
+        == 1
+    )
 
 
 def test_datasets_whose_classes_count_from_one_are_a_warning():
@@ -36,7 +39,7 @@ def test_datasets_whose_classes_count_from_one_are_a_warning():
         TaskInfoWarning,
         match="`source` has no training sample of 1 of 4 classes, the first of them 0",
     ):
-        assert as_task((part, part), argument="source").num_classes == 4
+        assert as_task("source", (part, part)).num_classes == 4
 
 
 def test_a_class_of_the_test_set_alone_is_a_warning_and_one_of_the_training_set_alone_is_none():
@@ -47,8 +50,8 @@ def test_a_class_of_the_test_set_alone_is_a_warning_and_one_of_the_training_set_
         TaskInfoWarning,
         match="`source` has no training sample of 1 of 3 classes, the first of them 2",
     ):
-        assert as_task((two, three), argument="source").num_classes == 3
-    assert as_task((three, two), argument="source").num_classes == 3  # warnings are errors
+        assert as_task("source", (two, three)).num_classes == 3
+    assert as_task("source", (three, two)).num_classes == 3  # warnings are errors
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,7 @@ def test_datasets_of_real_images_far_from_1_are_a_warning(value, largest):
     part = TensorDataset(torch.full((6, 1, 8, 8), value), torch.arange(6) % 3)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        task = as_task((part, part), argument="target")
+        task = as_task("target", (part, part))
     assert task.train.x.unique().tolist() == [value]
     told = [str(warning.message) for warning in heard]
     assert bool(told) == (largest is not None)
@@ -74,7 +77,7 @@ def test_whole_numbers_that_are_no_bytes_stay_what_they_are(numbers):
     images = torch.tensor(numbers)[:, None, None].expand(-1, 8, 8)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*real images up to 256")
-        x = as_inputs(images, argument="unlabeled")
+        x = as_images("unlabeled", images)
     assert x.dtype == torch.float32
     assert x[:, 0, 0, 0].tolist() == numbers
 

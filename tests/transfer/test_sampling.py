@@ -5,7 +5,8 @@ import random
 import numpy as np
 import torch
 
-from lightning_taskinfo.transfer.sampling import EpochSampler, ImageSamples, reseed, stream_seed
+from lightning_taskinfo.transfer.ready.data import ImageSamples
+from lightning_taskinfo.transfer.sampling import EpochSampler, reseed, stream_seed
 
 
 def order(sampler):

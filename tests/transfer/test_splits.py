@@ -69,11 +69,11 @@ def test_validation_is_drawn_from_the_rows_that_the_labels_leave():
     [
         (
             {"labels": 91},
-            "`labels` must be between 0 and the 90 samples there are beside 20 for validation, got 91",
+            "`labels` must be between 0 and 90, the samples beside 20 others, got 91",
         ),
         (
             {"validation": 111},
-            "`validation` must be between 0 and the 110 samples there are, got 111",
+            "`validation` must be between 0 and 110, the samples beside 0 others, got 111",
         ),
         (
             {"labels": 4},
@@ -89,7 +89,7 @@ def test_validation_is_drawn_from_the_rows_that_the_labels_leave():
         ),
         (
             {"y": np.zeros(50, dtype=np.int64), "num_classes": 2},
-            "`target` must have samples of at least two classes",
+            "`target` must have training samples of at least two classes",
         ),
         ({"labels": [0, 0, 40, 70, 90, 100]}, "`labels` must not repeat a row, got 1"),
         ({"labels": [0, 40, 70, 90, 110]}, "`labels` must hold rows from 0 to 109, got 0 to 110"),

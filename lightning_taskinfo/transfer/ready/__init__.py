@@ -1,6 +1,6 @@
 """The ready recipe: starts are pretrained on a source, then fine-tuned on the target's labels.
 
-``backbones.py`` has the networks, ``data.py`` source and target, ``module.py`` the classifier and the methods.
+``module.py`` has the networks and the methods, ``data.py`` source and target.
 """
 
 import warnings
@@ -18,11 +18,22 @@ from lightning_taskinfo._ranges import check_counts, check_not_negative, check_p
 from lightning_taskinfo._warn import TaskInfoWarning, warn
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
-from lightning_taskinfo.transfer import sampling, training
+from lightning_taskinfo.transfer import sampling
 from lightning_taskinfo.transfer.overlap import feature_overlap
-from lightning_taskinfo.transfer.ready import backbones, module
+from lightning_taskinfo.transfer.ready import module
 from lightning_taskinfo.transfer.ready.data import TransferDataModule
-from lightning_taskinfo.transfer.training import SCRATCH, Fitted, Job, RunLog, Stage, Trial
+from lightning_taskinfo.transfer.training import (
+    ADVICE,
+    SCRATCH,
+    After,
+    Job,
+    Recipe,
+    Row,
+    RunLog,
+    Stage,
+    Trial,
+    Values,
+)
 from lightning_taskinfo.variational import plain_state_dict
 
 VERSION = 3  # of the files in a folder: raise it when the same configuration gives other numbers
@@ -31,7 +42,6 @@ MEASURED = 256  # target inputs in the Fisher information
 MAX_EXACT_CLASSES = 20  # their cost grows with the classes: beyond, labels are sampled
 PRIOR_STD = 0.1
 FEWEST = 20  # labels for five folds
-Found = dict[str, Any]
 Weights = Mapping[str, Tensor]
 
 
@@ -75,7 +85,7 @@ class Stages:
         return self.pretrain_epochs if stage == "pretrain" else self.fine_tune_epochs
 
 
-class Ready(training.Recipe):
+class Ready(Recipe):
     """Trainings of the ready parts; all is checked, split and made once before a file is.
 
     Args:
@@ -96,7 +106,7 @@ class Ready(training.Recipe):
 
     def __init__(
         self,
-        backbone: backbones.Backbone,
+        backbone: module.Backbone,
         data: TransferDataModule,
         labels: Sequence[int] | None,
         seeds: Sequence[int],
@@ -116,16 +126,16 @@ class Ready(training.Recipe):
             raise ValueError(
                 f"`methods` must be a list of methods, got {methods!r}; one alone is [{methods!r}]."
             )
-        wanted = dict.fromkeys(["standard"] if methods is None else methods)
+        wanted = ["standard"] if methods is None else methods
         self.methods = [method for method in wanted if method != SCRATCH]
         sampling.check_different("methods", self.methods)
         for method in self.methods:
             module.parse_method(method, argument="methods")
         rows = data.arguments["labels"]
-        given = not isinstance(rows, int)
-        if given and labels is not None:
+        self.given = not isinstance(rows, int)  # the labelled rows
+        if self.given and labels is not None:
             raise ValueError("`labels` must be left out where `data` names the labelled rows.")
-        self.labels = labels or [len(rows) if given else rows]
+        self.labels = labels or [len(rows) if self.given else rows]
         self.seeds = seeds
         self.stages = stages or Stages()
         self.weights = module.all_weights(weights or {})
@@ -133,30 +143,33 @@ class Ready(training.Recipe):
         self.namespace = namespace
         self.accelerator = accelerator
         self.backbone = backbone
-        self.title = " → ".join(task.name for task in data.tasks())
+        self.origins = {}
+        self.data = data.settled()
+        self.title = " → ".join(task.name for task in self.data.tasks())
         for count in self.labels:
-            split = data.replaced(seed=seeds[0], labels=rows if given else count)
-            split.setup()
+            split = self._data(count, seeds[0])
         with sampling.generators_kept():
-            backbones.make_backbone(backbone, split.image_shape, argument="model")
+            module.make_backbone(backbone, split.image_shape, argument="model")
         self.configuration = {
             "version": VERSION,
-            "backbone": backbones.backbone_name(backbone, argument="model"),
-            "data": data.describe(),
+            "backbone": module.backbone_name(backbone, argument="model"),
+            "data": self.data.describe(),
             "stages": asdict(self.stages),
             "weights": self.weights,
         }
-        self.data = data.settled().arguments
 
     def trials(self, root: Path, log: RunLog) -> list[Trial]:
-        """Return all trainings, pretraining and scratch first; methods that pretrain alike share one."""
+        """Return the trainings of each seed, pretraining first; methods that pretrain alike share one."""
+        cells: list[tuple[Stage, str, int]] = []
+        cells += [("pretrain", method, max(self.labels)) for method in self.methods]
+        cells += [("scratch", SCRATCH, count) for count in self.labels]
+        cells += [("fine_tune", method, n) for n, method in product(self.labels, self.methods)]
         found: dict[str, Trial] = {}
-
-        def add(stage: Stage, method: str, count: int, seed: int) -> None:
+        for seed, (stage, method, count) in product(self.seeds, cells):
             start = "+".join(module.acting(method, "pretrain")) or "standard"
             pretraining = f"pretrain-{start}-seed{seed}"
             name = pretraining if stage == "pretrain" else f"{method}-{count}-seed{seed}"
-            trial = Trial(
+            found[name] = Trial(
                 self,
                 root,
                 log,
@@ -167,65 +180,26 @@ class Ready(training.Recipe):
                 seed=seed,
                 start=SCRATCH if stage == "scratch" else start,
                 way=self.stages.fine_tune if stage == "fine_tune" else "full",
-                needs=pretraining if stage == "fine_tune" else None,
+                needs=found[pretraining] if stage == "fine_tune" else None,
             )
-            found.setdefault(name, trial)
-
-        for seed, method in product(self.seeds, self.methods):
-            add("pretrain", method, max(self.labels), seed)
-        for seed, count in product(self.seeds, self.labels):
-            add("scratch", SCRATCH, count, seed)
-        for seed, count, method in product(self.seeds, self.labels, self.methods):
-            add("fine_tune", method, count, seed)
         return [*found.values()]
 
     def job(self, trial: Trial) -> Job:
         """Return the network of a stage, with what is known of it before and found after training."""
-        data = self._data(trial)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TaskInfoWarning)  # heard before the first training
+            data = self._data(trial.labels, trial.seed)
         net = self._module(trial, data, trial.method)
-        pretraining = trial.stage == "pretrain"
-        initial = begun = _plain(net)
-        before: Found = {}
-        overlap = None
-        if pretraining:
+        before: Values = {}
+        after: After = _scores
+        if trial.stage == "pretrain":
             if "lautum" in net.penalties:
                 net.lautum.fit_inputs(data.unlabeled_dataloader())
         else:
-            if trial.needs is not None:
-                _load_backbone(net.backbone, trial.pretrained)
-                begun = _plain(net)
-            measured = self._measure(trial, data, begun, information=initial)
-            missed = {}
-            if trial.needs is not None:
-                overlap = _overlap(data, net.backbone, trial.seed)
-            if overlap is not None:
-                missed = dict(zip(overlap["layers"], overlap["outside"], strict=True))
-            before = {"before": measured, "outside_span": missed}
-            net.freeze_for(0)
+            data.use("fine_tune")
+            before, after = self._measured(trial, data, net)
+            net.setup("fit")
         net.add_noise()
-
-        def after(fitted: Fitted) -> tuple[Found, Found]:
-            test = fitted.test
-            result: Found = {"test": {"accuracy": test["test_accuracy"], "loss": test["test_loss"]}}
-            if pretraining:
-                return result, {}
-            found = self._measure(trial, data, _plain(net), information=initial, added=begun)
-            added = found.pop("added")
-            result |= {
-                "missed_share": test["test_squared_error"] / _label_variance(data),
-                "information": {
-                    "before": measured["information"],
-                    "after": found["information"],
-                    "added": added,
-                },
-                "fisher_trace": {
-                    "before": measured["fisher_trace"],
-                    "after": found["fisher_trace"],
-                },
-                "overlap": overlap,
-            }
-            return result, {"after": found, "added": added}
-
         return Job(
             module=net,
             seeds=(trial.seed, STREAMS[trial.stage]),
@@ -241,21 +215,55 @@ class Ready(training.Recipe):
             ours=True,
         )
 
-    def _data(self, trial: Trial) -> TransferDataModule:
-        arguments = {**self.data, "seed": trial.seed}
-        if isinstance(arguments["labels"], int):  # otherwise the labelled rows are given
-            arguments["labels"] = trial.labels
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", TaskInfoWarning)  # heard before the first training
-            data = TransferDataModule(**arguments)
-            data.setup()
-        return data.use("pretrain" if trial.stage == "pretrain" else "fine_tune")
+    def _data(self, labels: int, seed: int) -> TransferDataModule:
+        changes = {} if self.given else {"labels": labels}
+        data = self.data.replaced(seed=seed, **changes)
+        data.setup()
+        return data
+
+    def _measured(
+        self,
+        trial: Trial,
+        data: TransferDataModule,
+        net: Any,
+    ) -> tuple[Values, After]:
+        """Load pretrained weights if there are some; return what is logged before training, and what finds the rest."""
+        initial = start = _plain(net)
+        overlap = None
+        if trial.needs is not None:
+            known = read_tensors(trial.needs.weights, advice=ADVICE)
+            parts = [(name.partition("."), weight) for name, weight in known.items()]
+            body = {name: weight for (part, _, name), weight in parts if part == "backbone"}
+            net.backbone.load_state_dict(body)
+            start = _plain(net)
+            overlap = _overlap(data, net.backbone, trial.seed)
+        measured = self._measure(trial, data, start, information=initial)
+        outside = {}
+        if overlap is not None:
+            outside = dict(zip(overlap["layers"], overlap["outside"], strict=True))
+
+        def after(test: Row) -> tuple[Values, Values]:
+            found = self._measure(trial, data, _plain(net), information=initial, added=start)
+            added = found.pop("added")
+            y: Any = data.target_test.y
+            shares = y.bincount(minlength=data.target_classes) / len(y)
+            variance = float(1 - shares.square().sum())  # of the labels
+            result, _ = _scores(test)
+            result["missed_share"] = test["test_squared_error"] / variance
+            for name in ("information", "fisher_trace"):
+                result[name] = {"before": measured[name], "after": found[name]}
+            result["information"]["added"] = added
+            result["overlap"] = overlap
+            return result, {"after": found, "added": added}
+
+        return {"before": measured, "outside_span": outside}, after
 
     def _module(self, trial: Trial, data: TransferDataModule, method: str) -> Any:
         """A network whose initial weights depend on the seed alone: those of a pretraining are those of scratch."""
-        pretraining, stages = trial.stage == "pretrain", self.stages
+        stages = self.stages
+        pretraining = trial.stage == "pretrain"
         sampling.reseed(trial.seed, STREAMS["backbone"])
-        backbone = backbones.make_backbone(self.backbone, data.image_shape)
+        backbone = module.make_backbone(self.backbone, data.image_shape)
         sampling.reseed(trial.seed, STREAMS["head"])
         rate = stages.fine_tune_learning_rate if trial.stage == "fine_tune" else None
         return module.CLASSES[self.namespace](
@@ -281,7 +289,7 @@ class Ready(training.Recipe):
         data: TransferDataModule,
         weights: Weights,
         **origins: Weights,
-    ) -> Found:
+    ) -> Values:
         r"""The Fisher trace, and the information in the weights from each of some origins, by name.
 
         That is :math:`\mathrm{KL}(Q \| P)` in nats for :math:`P = N(w_0, 0.1^2 I)`, with
@@ -309,7 +317,7 @@ class Ready(training.Recipe):
         return found
 
 
-def _by_layer(values: Mapping[str, Tensor]) -> Found:
+def _by_layer(values: Mapping[str, Tensor]) -> Values:
     """``{"total": value, "layers": {name: value}}`` of values by parameter."""
     layers: dict[str, float] = {}
     for name, value in values.items():
@@ -318,7 +326,7 @@ def _by_layer(values: Mapping[str, Tensor]) -> Found:
     return {"total": sum(layers.values()), "layers": layers}
 
 
-def _overlap(data: TransferDataModule, backbone: Any, seed: int) -> Found | None:
+def _overlap(data: TransferDataModule, backbone: Any, seed: int) -> Values | None:
     """What the features of a pretrained network miss of the target labels; ``None`` with too few for five folds.
 
     The seed decides the order in which folds are taken.
@@ -336,29 +344,16 @@ def _overlap(data: TransferDataModule, backbone: Any, seed: int) -> Found | None
     }
 
 
-def _load_backbone(backbone: Any, path: Path) -> None:
-    """Take the backbone's part of the weights of a pretraining, without its head."""
-    found = {}
-    for name, weight in read_tensors(path, advice=training.ADVICE).items():
-        part, _, own = name.partition(".")
-        if part == "backbone":
-            found[own] = weight
-    backbone.load_state_dict(found)
+def _scores(test: Row) -> tuple[Values, Values]:
+    """What a pretraining is judged by."""
+    return {"test": {"accuracy": test["test_accuracy"], "loss": test["test_loss"]}}, {}
 
 
 def _plain(net: Any) -> dict[str, Tensor]:
     """Weights and buffers of backbone and head, without noise, on the processor."""
-    weights = {}
-    for part in ("backbone", "head"):
-        for name, tensor in plain_state_dict(getattr(net, part)).items():
-            weights[f"{part}.{name}"] = tensor.detach().cpu().clone()
-    return weights
-
-
-def _label_variance(data: TransferDataModule) -> float:
-    y: Any = data.target_test.y
-    shares = y.bincount(minlength=data.target_classes) / len(y)
-    return float(1 - shares.square().sum())
+    state = plain_state_dict(net)
+    ours = [name for name in state if name.startswith(("backbone.", "head."))]
+    return {name: state[name].detach().cpu().clone() for name in ours}
 
 
 def _check_used(weights: Mapping[str, float], methods: Sequence[str]) -> None:

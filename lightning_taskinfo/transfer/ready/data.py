@@ -1,37 +1,34 @@
 """A labelled source, a target with few labels and many unlabelled inputs, and the loaders of every stage."""
 
 import hashlib
-import json
 import os
 import pickle
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_taskinfo._batches import described
-from lightning_taskinfo._files import StrPath
+from lightning_taskinfo._batches import described, take
+from lightning_taskinfo._files import StrPath, digest
 from lightning_taskinfo._lightning import LightningDataModule
 from lightning_taskinfo._ranges import check_finite
-from lightning_taskinfo._warn import warn
-from lightning_taskinfo.data import (
-    ArrayData,
-    load_idx,
-    load_npz,
-    load_task,
-)
-from lightning_taskinfo.data.arrays import channels_last
-from lightning_taskinfo.transfer.ready.backbones import Shape
+from lightning_taskinfo._warn import first_line, warn
+from lightning_taskinfo.data import ArrayData, load_task
+from lightning_taskinfo.data.arrays import KEYS, as_labels, channels_last, warn_of_absent
+from lightning_taskinfo.data.names import EMBEDDED
+from lightning_taskinfo.transfer.ready.module import Shape
 from lightning_taskinfo.transfer.sampling import (
+    Draw,
     EpochSampler,
-    ImageSamples,
+    Loader,
     count_or_rows,
+    seeded,
     split_target,
     whole_batch,
 )
@@ -60,6 +57,49 @@ class ImageTask(NamedTuple):
     num_classes: int
     train: Images
     test: Images
+
+
+@dataclass(eq=False)
+class ImageSamples(Dataset[Any]):
+    """Images with their index, and with their labels where they have any, a whole batch at a time.
+
+    Args:
+        x: Images, uint8 or float, shape ``[N, C, H, W]``. Bytes come out as floats from 0 to 1.
+        y: Their classes, or ``None``: then there is nothing here that knows them.
+        index: What each sample is called in the ensemble of its predictions; 0 to N − 1 where not
+            given.
+        augment: Changes one image, at random or not; torch's, numpy's and Python's global
+            generators are seeded from (seed, epoch, pass, index) for it and put back afterwards.
+        seed: Seed of the augmentation.
+    """
+
+    x: Tensor
+    y: Tensor | None = None
+    index: Tensor | None = None
+    augment: Augment | None = None
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, draw: int | Draw) -> Any:
+        return take(self.__getitems__([draw]), itemgetter(0))
+
+    def __getitems__(self, draws: Sequence[Draw | int]) -> tuple[Any, Tensor]:
+        """Return ``((x, y), index)`` of a batch, or ``(x, index)`` where there are no labels."""
+        plain = [draw if isinstance(draw, tuple) else (0, 0, draw) for draw in draws]
+        rows = torch.tensor([row for *_, row in plain])
+        x = self.x[rows]
+        if x.dtype == torch.uint8:
+            x = x.float() / 255
+        if self.augment is not None:
+            images = []
+            for image, draw in zip(x, plain, strict=True):
+                with seeded(self.seed, *draw):
+                    images.append(self.augment(image))
+            x = torch.stack(images)
+        index = rows if self.index is None else self.index[rows]
+        return (x if self.y is None else (x, self.y[rows])), index
 
 
 class TransferDataModule(LightningDataModule):
@@ -96,7 +136,7 @@ class TransferDataModule(LightningDataModule):
         batch_size: Samples in a labelled batch, and in an unlabelled one.
         num_workers: Worker processes of each loader.
         augment: Changes one training image, see
-            :class:`~lightning_taskinfo.transfer.sampling.ImageSamples`.
+            :class:`ImageSamples`.
         seed: Decides split and order.
         data_dir: Where names are looked up; ``TASKINFO_DATA_DIR`` where ``None``.
 
@@ -133,7 +173,7 @@ class TransferDataModule(LightningDataModule):
         if validation is not None:
             validation = count_or_rows("validation", validation)
         if unlabeled is not None:
-            unlabeled = as_inputs(unlabeled, argument="unlabeled")
+            unlabeled = as_images("unlabeled", unlabeled)
         self.arguments = {
             "source": source, "target": target, "labels": labels, "validation": validation, "unlabeled": unlabeled,
             "max_source": max_source, "max_unlabeled": max_unlabeled, "image_shape": image_shape,
@@ -162,7 +202,7 @@ class TransferDataModule(LightningDataModule):
             what = self.arguments[name]
             if not isinstance(what, str | os.PathLike):
                 changes[name] = task
-            elif os.path.exists(what):
+            elif os.path.exists(what) and what not in EMBEDDED:
                 changes[name] = os.path.abspath(what)
         return self.replaced(**changes)
 
@@ -174,11 +214,9 @@ class TransferDataModule(LightningDataModule):
     def tasks(self) -> tuple[ImageTask, ImageTask]:
         """Return source and target as they are, before they are split."""
         given = self.arguments
-        source, target = (
-            as_task(given[name], argument=name, data_dir=given["data_dir"])
-            for name in ("source", "target")
-        )
-        return source, target
+        where = given["data_dir"]
+        source = as_task("source", given["source"], where)
+        return source, as_task("target", given["target"], where)
 
     def setup(self, stage: str | None = None) -> None:
         """Load and split, once."""
@@ -201,57 +239,53 @@ class TransferDataModule(LightningDataModule):
             seed=self.seed,
         )
         augment = given["augment"]
-        every = np.arange(len(source.train.y))
-        rows = self._limited(every, "max_source")
-        self.source = self._samples(source.train.x[rows], source.train.y[rows], augment=augment)
+        most = given["max_source"]
+        self.source = self._samples(*source.train, most=most, augment=augment)
         self.source_test = self._samples(*source.test)
-        own = torch.from_numpy(self.split.labeled)
-        self.labeled = self._samples(x[own], y[own], own, augment)
+        self.labeled = self._samples(x, y, self.split.labeled, augment=augment)
         # The unlabelled inputs do not depend on the number of labels: one pretraining serves them
-        # all.
-        pool, first, rows = x, 0, self.split.unlabeled
+        # all. Those of their own have indices after the target's.
+        pool, first = x, 0
+        rows: Any = self.split.unlabeled
         if given["unlabeled"] is not None:
-            pool, first = given["unlabeled"], len(x)
-            rows = np.arange(len(pool))
-        chosen = torch.from_numpy(self._limited(rows, "max_unlabeled"))
-        self.unlabeled = self._samples(pool[chosen], None, first + chosen, augment)
+            pool, rows, first = given["unlabeled"], None, len(x)
+        most = given["max_unlabeled"]
+        self.unlabeled = self._samples(pool, None, rows, most=most, augment=augment, first=first)
         self.num_indices = first + len(pool)
-        kept = self.split.validation
-        self.validation = self._samples(x[kept], y[kept])
+        self.validation = self._samples(x, y, self.split.validation)
         self.target_test = self._samples(*target.test)
         self._ready = True
-
-    def _limited(self, rows: NDArray[np.int64], limit: str) -> NDArray[np.int64]:
-        most = self.arguments[limit]
-        if most is None or most >= len(rows):
-            return rows
-        shuffled = np.random.default_rng(self.seed).permutation(rows)
-        return np.sort(shuffled[:most])
 
     def _samples(
         self,
         x: Tensor,
         y: Tensor | None,
-        index: Tensor | None = None,
+        rows: Any = None,
+        *,
+        most: int | None = None,
         augment: Augment | None = None,
+        first: int = 0,
     ) -> ImageSamples:
-        images = fit_images(x, self.image_shape)
-        return ImageSamples(images, y, index=index, augment=augment, seed=self.seed)
+        """Some of the images, brought to one shape; the index of each is its row, counted from ``first``."""
+        if rows is None:
+            rows = np.arange(len(x))
+        if most is not None and most < len(rows):
+            shuffled = np.random.default_rng(self.seed).permutation(rows)
+            rows = np.sort(shuffled[:most])
+        chosen = torch.from_numpy(rows)
+        images = fit_images(x[chosen], self.image_shape)
+        labels = None if y is None else y[chosen]
+        return ImageSamples(images, labels, first + chosen, augment, self.seed)
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the data but for seed and number of labels, in JSON-like values; arrays as a digest."""
-        used = dict(self.arguments)
+        source, target = self.tasks()
+        used = {**self.arguments, "source": source, "target": target}
         for name in ("seed", "num_workers", "data_dir"):
             del used[name]
         if isinstance(used["labels"], int):
             del used["labels"]
-        for name, task in zip(("source", "target"), self.tasks(), strict=True):
-            digest = _sha256(*task.train, *task.test)
-            used[name] = {"name": task.name, "classes": task.num_classes, "sha256": digest}
-        if used["augment"] is not None:
-            used["augment"] = _function(used["augment"])
-        found: dict[str, Any] = json.loads(json.dumps(used, default=_plain))
-        return found
+        return {name: _described(value) for name, value in used.items()}
 
     def use(self, stage: DataStage) -> "TransferDataModule":
         """Choose the loaders: ``"pretrain"`` or ``"fine_tune"``."""
@@ -278,7 +312,7 @@ class TransferDataModule(LightningDataModule):
         samples = self.source_test if self.stage == "pretrain" else self.target_test
         return self._in_order(samples, 256)
 
-    def unlabeled_dataloader(self) -> DataLoader[Any]:
+    def unlabeled_dataloader(self) -> Loader:
         """Return the unlabelled inputs once, in order, for :meth:`Lautum.fit_inputs`."""
         return self._in_order(self.unlabeled)
 
@@ -290,11 +324,11 @@ class TransferDataModule(LightningDataModule):
         parts = {name: part for name, (part, _) in batch.items()}
         return parts | {f"{name}_index": index for name, (_, index) in batch.items()}
 
-    def _in_order(self, samples: ImageSamples, least: int = 1) -> DataLoader[Any]:
+    def _in_order(self, samples: ImageSamples, least: int = 1) -> Loader:
         size = max(self.batch_size, least)
         return DataLoader(samples, size, collate_fn=whole_batch)
 
-    def _loader(self, samples: ImageSamples, number: int) -> DataLoader[Any]:
+    def _loader(self, samples: ImageSamples, number: int) -> Loader:
         epoch = getattr(self.trainer, "current_epoch", 0)  # not 0 in a run that is resumed
         ranks = getattr(self.trainer, "world_size", 1)
         seed = 2 * self.seed + number
@@ -310,157 +344,100 @@ class TransferDataModule(LightningDataModule):
         )
 
 
-def _function(augment: Any) -> str:
-    """By what a function or object with settings is known again in another process: its name and its settings."""
+def _described(value: Any) -> Any:
+    """By what an argument is known again in another process: images by a digest, functions by name and settings."""
+    if isinstance(value, ImageTask):
+        arrays = zip(KEYS, (*value.train, *value.test), strict=True)
+        return {"name": value.name, "classes": value.num_classes, "sha256": digest(arrays)}
+    if isinstance(value, Tensor):
+        return digest([("images", value)])
+    if not callable(value):
+        return value
     try:
-        pickled = pickle.dumps(augment)
+        pickled = pickle.dumps(value)
     except Exception as error:  # what cannot be pickled says so in many ways
         raise ValueError(
-            f"`augment` must be a function or an object of a class at the top of a module, got {augment!r}: other "
+            f"`augment` must be a function or an object of a class at the top of a module, got {value!r}: other "
             "processes import it by its name."
         ) from error
-    name = getattr(augment, "__qualname__", type(augment).__qualname__)
+    name = getattr(value, "__qualname__", type(value).__qualname__)
     return f"{name} {hashlib.sha256(pickled).hexdigest()[:16]}"
 
 
-def _sha256(*arrays: Any) -> str:
-    hashed = hashlib.sha256()
-    for array in arrays:
-        hashed.update(np.ascontiguousarray(array).tobytes())
-    return hashed.hexdigest()[:16]
-
-
-def _plain(value: Any) -> str:
-    return _sha256(value) if isinstance(value, np.ndarray | Tensor) else str(value)
-
-
-def as_task(
-    what: Any,
-    *,
-    argument: str,
-    data_dir: StrPath | None = None,
-) -> ImageTask:
+def as_task(argument: str, what: Any, data_dir: StrPath | None = None) -> ImageTask:
     """Return the task that ``what`` stands for.
 
     Args:
+        argument: What the caller calls it, for messages.
         what: An :class:`ArrayData`; a name, npz file or idx folder; or a pair of map-style
             datasets, training and test, of images ``[C, H, W]``, ``[H, W, C]`` or ``[H, W]`` and
             classes, which are read once and kept in memory.
-        argument: What the caller calls it, for messages.
         data_dir: Where names are looked up.
 
     Raises:
         TypeError: If it is none of these.
-        ValueError: If a dataset is empty, its images are not of one shape or not finite, or a class
-            is negative.
-        FileNotFoundError: If a path does not exist.
+        ValueError: If there is no such file, or a dataset is empty, its images are not of one shape
+            or not finite, or a class is negative.
     """
     if isinstance(what, ImageTask):
         return what
     if isinstance(what, str | os.PathLike):
-        path = Path(what)
-        if path.suffix == ".npz":
-            what = load_npz(path)
-        elif path.is_dir():
-            what = load_idx(path)
-        else:
-            what = load_task(what, data_dir=data_dir)
+        what = load_task(what, data_dir=data_dir)
     if isinstance(what, ArrayData):
-        arrays = (what.x_train, what.y_train, what.x_test, what.y_test)
-        x, y, x_test, y_test = map(torch.from_numpy, arrays)
+        x, y, x_test, y_test = (torch.from_numpy(getattr(what, key)) for key in KEYS)
         return ImageTask(what.name, what.num_classes, Images(x, y), Images(x_test, y_test))
-    if isinstance(what, tuple | list) and len(what) == 2:
-        train, test = (_read(part, argument) for part in what)
-        classes = 1 + int(torch.cat([train.y, test.y]).max())
-        absent = sorted({*range(classes)} - {*train.y.tolist()})
-        if absent:
-            warn(
-                f"`{argument}` has no training sample of {len(absent)} of {classes} classes, the first of them "
-                f"{absent[0]}; classes count from 0."
-            )
-        return ImageTask(type(what[0]).__name__, classes, train, test)
-    raise TypeError(
-        f"`{argument}` must be an ArrayData, a name, an npz file, an idx folder or a pair of datasets, "
-        f"got {type(what).__name__}."
-    )
+    if not isinstance(what, tuple | list) or len(what) != 2:
+        raise TypeError(
+            f"`{argument}` must be an ArrayData, a name, an npz file, an idx folder or a pair of datasets, "
+            f"got {type(what).__name__}."
+        )
+    train, test = (_read(argument, part) for part in what)
+    classes = 1 + int(torch.cat([train.y, test.y]).max())
+    warn_of_absent(f"`{argument}`", train.y, classes)
+    return ImageTask(type(what[0]).__name__, classes, train, test)
 
 
-def _read(dataset: Any, argument: str) -> Images:
+def _read(argument: str, dataset: Any) -> Images:
     """Read a dataset of pairs, image by image."""
-    images = []
-    classes = []
-    for i in range(len(dataset)):
-        sample = dataset[i]
+    samples = [dataset[row] for row in range(len(dataset))]
+    for sample in samples:
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             raise ValueError(
                 f"`{argument}` must be two datasets, training and test, of pairs (image, class), got a sample that is "
                 f"{described(sample)}; arrays make an `ArrayData`."
             )
-        images.append(_tensor(sample[0]))
-        classes.append(_class(sample[1], argument))
-    shapes = {tuple(x.shape) for x in images}
-    if not images:
-        raise ValueError(f"`{argument}` must hold samples, got an empty dataset.")
-    if len(shapes) > 1 or images[0].ndim not in (2, 3):
-        raise ValueError(
-            f"`{argument}` must hold images of one shape [C, H, W], [H, W, C] or [H, W], got {sorted(shapes)[:3]}."
-        )
-    return Images(_pixels(torch.stack(images), argument), torch.tensor(classes))
+    x = as_images(argument, [image for image, _ in samples])
+    y = as_labels(argument, [label for _, label in samples])
+    if y.min() < 0:
+        raise ValueError(f"`{argument}` must have classes that count from 0, got {y.min()}.")
+    return Images(x, torch.from_numpy(y))
 
 
-def _class(y: Any, argument: str) -> int:
-    try:
-        number = int(y)
-        right = number >= 0 and bool(number == y)
-    except (TypeError, ValueError, RuntimeError):
-        right = False
-    if not right:
-        raise ValueError(
-            f"`{argument}` must have a whole number from 0 on as each image's class, got {y!r}."
-        )
-    return number
-
-
-def as_inputs(what: Any, *, argument: str) -> Tensor:
-    """Return images without labels, shape ``[M, C, H, W]``, bytes or floats.
-
-    Args:
-        what: An array, a tensor or nested lists, of shape ``[M, C, H, W]``, ``[M, H, W, C]`` or
-            ``[M, H, W]``.
-        argument: What the caller calls it, for messages.
-
-    Raises:
-        TypeError: If it is no array of numbers.
-        ValueError: If the shape is another one, there are fewer than two images, or a value is not
-            finite.
-    """
-    try:
-        x = _tensor(what)
-    except (TypeError, ValueError) as error:
-        kind = type(what).__name__
-        raise TypeError(
-            f"`{argument}` must be an array of images, all of one shape, got a {kind}."
-        ) from error
-    if x.ndim not in (3, 4) or len(x) < 2:
-        raise ValueError(
-            f"`{argument}` must have the shape [M, C, H, W], [M, H, W, C] or [M, H, W] with M at least 2, got "
-            f"{tuple(x.shape)}."
-        )
-    return _pixels(x, argument)
-
-
-def _tensor(image: Any) -> Tensor:
-    if isinstance(image, Tensor):
-        return image.detach().cpu()
-    return torch.as_tensor(np.asarray(image))
-
-
-def _pixels(x: Tensor, argument: str) -> Tensor:
-    """Images with channels first, as they are used: bytes as bytes, and finite floats.
+def as_images(argument: str, images: Any) -> Tensor:
+    """Return images as they are used, shape ``[N, C, H, W]``: bytes as bytes, and finite floats.
 
     Whole numbers from 0 to 255 are bytes; where there are only 0 and 1, as in a drawing, they are
     black and white.
+
+    Args:
+        argument: What the caller calls them, for messages.
+        images: An array, a tensor or a list of images, of shape ``[N, C, H, W]``, ``[N, H, W, C]``
+            or ``[N, H, W]``.
+
+    Raises:
+        ValueError: If they are no images of one such shape, fewer than two, or a value is not
+            finite.
     """
+    try:
+        x = torch.stack([_tensor(image) for image in images])
+    except (TypeError, ValueError, RuntimeError) as error:
+        rule = f"`{argument}` must hold images, all of one shape"
+        raise ValueError(f"{rule}, got a {type(images).__name__} ({first_line(error)}).") from error
+    if x.ndim not in (3, 4) or len(x) < 2:
+        raise ValueError(
+            f"`{argument}` must have the shape [N, C, H, W], [N, H, W, C] or [N, H, W] with N at least 2, got "
+            f"{tuple(x.shape)}."
+        )
     x = x[:, None] if x.ndim == 3 else x
     if channels_last(x.shape):
         x = x.movedim(-1, 1).contiguous()
@@ -478,6 +455,12 @@ def _pixels(x: Tensor, argument: str) -> Tensor:
             "bytes of them."
         )
     return x
+
+
+def _tensor(image: Any) -> Tensor:
+    if isinstance(image, Tensor):
+        return image.detach().cpu()
+    return torch.as_tensor(np.asarray(image))
 
 
 def fit_images(x: Tensor, shape: Shape) -> Tensor:

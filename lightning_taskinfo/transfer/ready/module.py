@@ -1,16 +1,19 @@
-"""A ready classifier for every stage of a transfer, on the mixins, and the methods by which it is trained."""
+"""The ready networks: backbones, which map images to features, and a classifier trained by one of the methods."""
 
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from lightning_taskinfo._lightning import DEFAULT, module_classes
+from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.mixins import (
     InformationMixin,
     LautumMixin,
@@ -30,10 +33,13 @@ from lightning_taskinfo.regularizers import (
     WeightSchedule,
     frozen_batchnorm_statistics,
 )
-from lightning_taskinfo.transfer.ready.backbones import Shape, feature_dim, flat, make_backbone
+from lightning_taskinfo.transfer.overlap import device_of
 from lightning_taskinfo.transfer.training import Stage
 from lightning_taskinfo.variational import add_weight_noise
 
+Shape = tuple[int, int, int]
+Backbone: TypeAlias = str | Callable[[Shape], nn.Module]
+"""A name in :data:`BACKBONES`, or a function at the top of a module that makes a network for a shape of images."""
 FineTune = Literal["full", "linear", "layerwise"]
 PENALTIES: dict[str, tuple[Stage, ...]] = {  # name -> the stages in which it acts
     "temporal_ensembling": ("fine_tune",),
@@ -47,6 +53,189 @@ WEIGHTS = {
     "temporal_ensembling": 30.0, "mk_mmd": 1.0, "lautum": 0.01, "mutual_information": 0.1, "information": 0.01,
     "local_minimum": 10.0,
 }  # fmt: skip
+
+
+def mlp(image_shape: Shape, *, width: int = 128) -> nn.Module:
+    """Two hidden layers on the flattened image.
+
+    Args:
+        image_shape: Channels, height and width of an image.
+        width: Neurons of each layer.
+
+    Example:
+        >>> mlp((1, 8, 8))(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 128])
+    """
+    channels, height, wide = image_shape
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(channels * height * wide, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+    )
+
+
+def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> nn.Module:
+    """Two convolutions with pooling and a linear layer: seconds per epoch on a processor.
+
+    Args:
+        image_shape: Channels, height and width of an image.
+        width: Channels of the first convolution; the second has twice as many.
+        feature_dim: Number of features.
+
+    Example:
+        >>> small_cnn((1, 8, 8))(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 64])
+    """
+    channels, height, wide = _at_least(image_shape, 8)
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(2 * width * (height // 4) * (wide // 4), feature_dim),
+        nn.ReLU(),
+    )
+
+
+def large_cnn(image_shape: Shape, *, width: int = 128) -> nn.Module:
+    """Nine convolutions with batch normalisation and dropout, the network of Laine and Aila (2017).
+
+    It is the usual one of semi-supervised learning, and of Temporal Ensembling, one of the methods
+    here.
+
+    Args:
+        image_shape: Channels, height and width of an image.
+        width: Channels of the first convolutions, and number of features.
+
+    Example:
+        >>> large_cnn((3, 32, 32), width=4)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 4])
+    """
+    channels, *_ = _at_least(image_shape, 20)
+    return nn.Sequential(
+        _convolutions(channels, *[width] * 3, padding=1),
+        nn.Sequential(nn.MaxPool2d(2), nn.Dropout()),
+        _convolutions(width, *[2 * width] * 3, padding=1),
+        nn.Sequential(nn.MaxPool2d(2), nn.Dropout()),
+        _convolutions(2 * width, 4 * width),
+        _convolutions(4 * width, 2 * width, width, kernel=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+
+
+def _convolutions(
+    inner: int,
+    *outer: int,
+    kernel: int = 3,
+    padding: int = 0,
+) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for width in outer:
+        layers += [
+            nn.Conv2d(inner, width, kernel, padding=padding),
+            nn.BatchNorm2d(width),
+            nn.LeakyReLU(0.1),
+        ]
+        inner = width
+    return nn.Sequential(*layers)
+
+
+def _at_least(image_shape: Shape, size: int) -> Shape:
+    if min(image_shape[1:]) < size:
+        raise ValueError(
+            f"`image_shape` must have a height and width of at least {size}, got {image_shape}."
+        )
+    return image_shape
+
+
+BACKBONES: dict[str, Callable[..., nn.Module]] = {
+    "mlp": mlp, "small_cnn": small_cnn, "large_cnn": large_cnn,
+}  # fmt: skip
+
+
+def make_backbone(
+    backbone: Backbone,
+    image_shape: Shape,
+    *,
+    argument: str = "backbone",
+) -> nn.Module:
+    """Return the network of a name or a function for images of a shape.
+
+    Raises:
+        ValueError: If the name is unknown, it is a network already, or what came out is no module
+            that takes such images.
+
+    Example:
+        >>> feature_dim(make_backbone("mlp", (1, 8, 8)), (1, 8, 8))
+        128
+    """
+    if isinstance(backbone, nn.Module):
+        kind = type(backbone).__name__
+        raise ValueError(
+            f"`{argument}` must be a function that makes a network for an image shape, got a {kind}, a network "
+            "already: every seed makes its own."
+        )
+    make = BACKBONES.get(backbone) if isinstance(backbone, str) else backbone
+    if make is None:
+        known = ", ".join(BACKBONES)
+        raise ValueError(f"`{argument}` must be one of {known} or a function, got {backbone!r}.")
+    try:
+        network = make(image_shape)
+        if not isinstance(network, nn.Module):
+            raise ValueError(f"`{argument}` must make an nn.Module, got {type(network).__name__}.")
+        feature_dim(network, image_shape)
+    except ValueError:
+        raise
+    except Exception as error:  # of the user's own function
+        name = getattr(make, "__qualname__", make)
+        raise ValueError(
+            f"`{argument}` must make a network for an image shape, but {name}({tuple(image_shape)}) failed "
+            f"({reason_of(error)})."
+        ) from error
+    return network
+
+
+def backbone_name(backbone: Backbone, *, argument: str = "backbone") -> str:
+    """Return a name by which to know the network again: that of :data:`BACKBONES`, or module and function.
+
+    Raises:
+        ValueError: If it is a function that another process could not import.
+    """
+    if isinstance(backbone, str):
+        return backbone
+    name = f"{getattr(backbone, '__module__', '?')}.{getattr(backbone, '__qualname__', '?')}"
+    if "<" in name or "?" in name:
+        raise ValueError(
+            f"`{argument}` must be a name, or a function or class defined at the top of a module, got {backbone!r}: "
+            "other processes import it by its name."
+        )
+    return name
+
+
+def feature_dim(backbone: nn.Module, image_shape: Shape) -> int:
+    """Return the number of features that ``backbone`` puts out, from one forward pass that leaves no trace."""
+    images = torch.zeros(2, *image_shape, device=device_of(backbone))
+    with observing(backbone), torch.no_grad():
+        return flat(backbone(images)).shape[1]
+
+
+def flat(features: Any) -> Tensor:
+    """Return features as ``[N, F]``.
+
+    Raises:
+        ValueError: If they are no tensor with a sample axis.
+    """
+    if not isinstance(features, Tensor) or features.ndim < 2:
+        raise ValueError(
+            f"`backbone` must put out a tensor [N, ...], got {type(features).__name__}."
+        )
+    return features.flatten(1)
 
 
 def parse_method(method: str, *, argument: str = "method") -> tuple[str, ...]:
@@ -225,14 +414,15 @@ class TransferClassifierMixin(
 
     def add_noise(self) -> None:
         """Make the weights noisy around where they are now, if the method asks for it; before the optimizer is made."""
-        if "information" in self.penalties:
-            add_weight_noise(self.backbone, seed=self.seed)
-            add_weight_noise(self.head, seed=self.seed + 1)
+        if "information" not in self.penalties:
+            return
+        for seed, part in enumerate((self.backbone, self.head), self.seed):
+            if trainable_parameters(part):
+                add_weight_noise(part, seed=seed)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the labelled loss with the penalties of the method."""
         x, y = batch["labeled"]
-        self._check_classes(y)
         z = self.features(x)
         logits = self.head(z)
         loss = cross_entropy(logits, y)
@@ -278,7 +468,6 @@ class TransferClassifierMixin(
 
     def _evaluate(self, split: str, batch: Any) -> None:
         x, y = batch
-        self._check_classes(y)
         logits = self(x).float()
         right = logits.argmax(-1) == y
         values = {
@@ -293,16 +482,16 @@ class TransferClassifierMixin(
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return Adam over everything that the stage may train."""
         every = self.fine_tune == "layerwise"  # what is frozen now may not stay so
-        groups: dict[bool, list[nn.Parameter]] = {}
-        for part in (self.backbone, self.head):
-            for name, parameter in part.named_parameters():
-                if parameter.requires_grad or every:
-                    groups.setdefault(name.endswith("log_variance"), []).append(parameter)
-        decays = {False: self.weight_decay, True: 0.0}
-        options = [
-            {"params": groups[free], "weight_decay": decays[free]} for free in sorted(groups)
-        ]
-        return torch.optim.Adam(options, lr=self.learning_rate)
+        named = chain(self.backbone.named_parameters(), self.head.named_parameters())
+        trained = [(name, weight) for name, weight in named if weight.requires_grad or every]
+        variances = [weight for name, weight in trained if name.endswith("log_variance")]
+        others = [weight for name, weight in trained if not name.endswith("log_variance")]
+        noise: dict[str, Any] = {"params": variances, "weight_decay": 0.0}
+        return torch.optim.Adam(
+            [{"params": others}, noise],
+            lr=self.learning_rate,
+            weight_decay=self.weight_decay,
+        )
 
     def setup(self, stage: str) -> None:
         """Freeze what is never trained before the optimizer is made, and before ranks agree on what is."""
@@ -329,13 +518,6 @@ class TransferClassifierMixin(
             # Dropout behind a trained layer is on, before it off.
             for child in children[layers[-count] :]:
                 child.requires_grad_(True).train()
-
-    def _check_classes(self, y: Tensor) -> None:
-        if int(y.max()) >= self.num_classes:
-            raise ValueError(
-                f"`num_classes` must be above every label, got {self.num_classes} for label {int(y.max())}: are source "
-                "and target swapped?"
-            )
 
 
 def check_fine_tune(fine_tune: str) -> None:
