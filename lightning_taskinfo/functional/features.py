@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from lightning_taskinfo._ranges import check_values
+from lightning_taskinfo._ranges import check_values, checked_tensors
 
 
 class FeatureKernels(NamedTuple):
@@ -253,7 +253,6 @@ def transfer_onset(
         >>> transfer_onset(torch.tensor([0.0, 0.5]), 8.0, 0.5)
         tensor([ inf, 256.])
     """
-    amplitude = torch.as_tensor(amplitude, dtype=outside.dtype, device=outside.device)
-    exponent = torch.as_tensor(exponent, dtype=outside.dtype, device=outside.device)
-    check_values("positive", amplitude=amplitude, exponent=exponent)
+    law = {"amplitude": amplitude, "exponent": exponent}
+    amplitude, exponent = checked_tensors(dict.fromkeys(law, "positive"), outside.dtype, **law)
     return (amplitude / outside).pow(1 / exponent)

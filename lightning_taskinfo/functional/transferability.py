@@ -93,7 +93,7 @@ def _best_evidence(
     if scale == 0:  # no features: only the noise is left to fit
         scale = torch.ones_like(scale)
     ratios = RATIOS.to(scale.device) * scale
-    step = RATIOS[1].item() / RATIOS[0].item()
+    step = 10**0.1  # from one ratio to the next
     steps = torch.arange(-5, 6, device=scale.device)
     for _ in range(ROUNDS):
         step = step**0.2

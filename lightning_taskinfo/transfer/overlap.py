@@ -29,7 +29,7 @@ from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.report import spread
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.intervals import normal_quantile
-from lightning_taskinfo.functional.readout import pooled, read_out
+from lightning_taskinfo.functional.readout import held_out_readout, pooled
 
 if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
@@ -304,7 +304,7 @@ def feature_overlap(
     network = ObservedNetwork(model, samples.inputs, forward_fn)
     features, _ = network.read(samples, layers, max_features)
     fold = torch.arange(len(samples.labels)) % folds
-    found = [read_out(values, samples.columns, fold) for values in features.values()]
+    found = [held_out_readout(values, samples.columns, fold) for values in features.values()]
     shares = torch.stack([one.missed for one in found])
     errors = torch.stack([one.standard_error for one in found])
     return FeatureOverlap(tuple(features), shares, errors, len(fold))

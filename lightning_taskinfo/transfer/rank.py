@@ -23,7 +23,7 @@ from lightning_taskinfo.functional.intervals import (
 )
 from lightning_taskinfo.functional.readout import (
     ReadOut,
-    read_out,
+    held_out_readout,
     sharpened_brier,
     stratified_folds,
 )
@@ -260,7 +260,7 @@ class _Ruler:
         rows = []
         errors = {}
         for layer, values in features.items():
-            found = read_out(values, samples.columns, fold)
+            found = held_out_readout(values, samples.columns, fold)
             rows.append(self._row(layer, found))
             errors[layer] = found.squares if self.real else found.wrong
         best = min(rows, key=lambda row: (row.error, row.missed))
