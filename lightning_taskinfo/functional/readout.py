@@ -80,7 +80,7 @@ def pooled(
     else:
         rows = features.flatten(1)
     N, D = rows.shape
-    if max_features is None or D <= max_features:
+    if max_features is None or max_features >= D:
         return rows
     # The same sums and signs for all rows of a length.
     generator = Generator().manual_seed(D)
