@@ -317,11 +317,11 @@ on the weights. It is no measure of quality.""",
     "What can be certified": (
         "certificate",
         """Upper bounds on the true error: mean over seeds, smallest and largest. Each bound holds by itself \
-with a probability of at least {sure:.2f}; of several, the one that was picked for being the smallest does not. Randomised: a network \
-whose weights are drawn anew for every prediction, by PAC-Bayes with the start's weights as the prior's centre, \
-where frozen weights cost nothing and a fresh head has its random centre. The network itself: the same, and how \
-often the two disagree on inputs that served nothing else. By test labels: the binomial bound on the test set. Could \
-not be checked: {trusted}.{invalid}""",
+with a probability of at least {sure:.2f}; of several, the one that was picked for being the smallest does not. \
+Randomised: a network whose weights are drawn anew for every prediction, by PAC-Bayes with the start's weights as \
+the prior's centre, where frozen weights cost nothing and a fresh head has its random centre. The network itself: \
+the same, and how often the two disagree on inputs that served nothing else. By test labels: the binomial bound on \
+the test set. Could not be checked: {trusted}.{invalid}""",
     ),
     "What the features miss": (
         "overlap",

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BASELINES = ("scratch", "standard")
-FIGURES = r"accuracy|information_\d+"  # names of their files; the number is that of labels
 SHARES = "acc|err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if all their values are
 HIGHER = "acc|auc|auroc|f1|precision|recall|r2|score|likelihood"  # metrics of which more is better
 ENDS = ("mean", "low", "high")  # columns of an interval
@@ -372,8 +371,7 @@ class TransferReport:
         """Write ``report.json``, ``report.md`` and the figures, each of them whole or not at all.
 
         Args:
-            folder: Made where missing; files of the same names are replaced, and figures of the
-                report that was there before go.
+            folder: Made where missing; files of the same names are replaced.
             confidence: Probability that an interval covers.
 
         Returns:
@@ -388,9 +386,6 @@ class TransferReport:
         for name, figure in figures.items():
             with atomic_write(folder / f"{name}.png") as file:
                 figure.savefig(file, format="png", dpi=150)
-        for old in folder.glob("*.png"):
-            if old.stem not in figures and re.fullmatch(FIGURES, old.stem):
-                old.unlink()
         with atomic_write(folder / "report.md", "w") as file:
             file.write(self.to_markdown(confidence, figures=figures))
         write_json(folder / "report.json", asdict(self))

@@ -211,27 +211,6 @@ def test_without_matplotlib_there_are_no_figures(tmp_path, monkeypatch):
     assert "png" not in files["report.md"].read_text()
 
 
-def test_figures_of_the_report_before_go_and_nothing_else_does(tmp_path):
-    (tmp_path / "mine.png").write_bytes(b"mine")
-    first = report(METHODS[:2], labels=(50, 100), seeds=2).save(tmp_path)
-    second = report(METHODS[:2], labels=(50,), seeds=2).save(tmp_path)
-    assert first.keys() > second.keys()
-    assert {path.name for path in tmp_path.iterdir()} == {*second, "mine.png"}
-
-
-@pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"figures": 3}', '{"figures": ["../mine.png"]}']
-)
-def test_a_file_that_is_no_report_takes_nothing_with_it(tmp_path, text):
-    (tmp_path / "mine.png").write_bytes(b"mine")
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "report.json").write_text(text)
-    experiment = report(METHODS[:2], seeds=2)
-    experiment.save(tmp_path / "new")
-    assert (tmp_path / "mine.png").is_file()
-    assert TransferReport.load(tmp_path / "new") == experiment
-
-
 def test_same_as_forgives_timings_and_order_alone():
     one, other = report(METHODS[:2]), copy.deepcopy(report(METHODS[:2]))
     other.results[0].seconds["fine_tune"] += 1
