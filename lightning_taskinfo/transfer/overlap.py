@@ -146,9 +146,8 @@ class FeatureOverlap(Tabled):
         )
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        rows = []
-        for layer, *numbers in zip(self.layers, self.outside, self.standard_error, strict=True):
-            rows.append([layer, *(f"{number:.3f}" for number in numbers)])
+        layers = zip(self.layers, self.outside, self.standard_error, strict=True)
+        rows = [[layer, f"{share:.3f}", f"{error:.3f}"] for layer, share, error in layers]
         return ["layer", "missed share", "standard error"], rows
 
     def plot(self, ax: "Axes | None" = None) -> "Drawn":

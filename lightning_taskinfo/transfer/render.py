@@ -498,7 +498,7 @@ def _panels(titles: Sequence[str], names: Sequence[str]) -> tuple["Figure", list
     rows = math.ceil(len(titles) / 4)
     columns = math.ceil(len(titles) / rows)
     size = (2.6 + 2.2 * columns, 1.1 + rows * (0.6 + 0.24 * len(names)))
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
     first = None
     for place, title in enumerate(titles, 1):
         ax = figure.add_subplot(rows, columns, place, sharex=first, sharey=first)

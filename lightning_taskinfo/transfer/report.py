@@ -33,16 +33,11 @@ SHARES = "acc|err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if 
 HIGHER = "acc|auc|auroc|f1|precision|recall|r2|score|likelihood"  # metrics of which more is better
 ENDS = ("mean", "low", "high")  # columns of an interval
 VERDICT = (*ENDS, "verdict", "reason")  # and those of a gain
-MEASURED = {  # columns of means over seeds: attribute of a result, and key in it
-    "source_accuracy": ("source", "accuracy"),
-    "information_before": ("information", "before"),
-    "information_after": ("information", "after"),
-    "information_added": ("information", "added"),
-    "fisher_trace_before": ("fisher_trace", "before"),
-    "fisher_trace_after": ("fisher_trace", "after"),
-    "certified_stochastic": ("certificate", "stochastic"),
-    "certified_network": ("certificate", "network"),
-    "certified_test_set": ("certificate", "test_set"),
+MEASURED = {  # how columns of means over seeds begin: attribute of a result, and keys in it
+    "source": ("source", ["accuracy"]),
+    "information": ("information", ["before", "after", "added"]),
+    "fisher_trace": ("fisher_trace", ["before", "after"]),
+    "certified": ("certificate", ["stochastic", "network", "test_set"]),
 }
 
 Numbers = dict[str, float]
@@ -330,9 +325,10 @@ class TransferReport:
             for baseline, measure in product(BASELINES, self.measures):
                 gain = gains.get((labels, method, baseline, measure.name))
                 row |= _columns(f"over_{baseline}_{measure.name}", gain, VERDICT)
-            for name, (attribute, key) in MEASURED.items():
-                measured = [(getattr(one, attribute) or {}).get(key) for one in results]
-                row[name] = _mean(measured)
+            for name, (attribute, keys) in MEASURED.items():
+                measured = [getattr(one, attribute) or {} for one in results]
+                for key in keys:
+                    row[f"{name}_{key}"] = _mean(one.get(key) for one in measured)
             row["seconds"] = _mean([sum(one.seconds.values()) or None for one in results])
             rows.append(row)
         return rows
@@ -385,7 +381,7 @@ class TransferReport:
         figures = self.figures(confidence)
         for name, figure in figures.items():
             with atomic_write(folder / f"{name}.png") as file:
-                figure.savefig(file, format="png", dpi=150)
+                figure.savefig(file, format="png")
         with atomic_write(folder / "report.md", "w") as file:
             file.write(self.to_markdown(confidence, figures=figures))
         write_json(folder / "report.json", asdict(self))
@@ -432,11 +428,9 @@ def _columns(
 
 def _mean(values: Iterable[Any]) -> float | None:
     """Mean of those that are known, of which some are a total with its layers."""
-    known = []
-    for value in values:
-        if value is not None:
-            known.append(value["total"] if isinstance(value, dict) else value)
-    return sum(known) / len(known) if known else None
+    known = [value for value in values if value is not None]
+    totals = [value["total"] if isinstance(value, dict) else value for value in known]
+    return sum(totals) / len(totals) if totals else None
 
 
 def log_to_wandb(
@@ -479,10 +473,8 @@ def log_to_wandb(
         for name, value in row.items():
             if name != "labels" and isinstance(value, int | float):
                 scalars[f"{row['method']}/{row['labels']}_labels/{name}"] = value
-    figures = {}
-    for name, figure in report.figures(confidence).items():
-        figure.set_dpi(150)
-        figures[f"figures/{name}"] = figure
+    drawn = report.figures(confidence)
+    figures = {f"figures/{name}": figure for name, figure in drawn.items()}
     cells = [list(row.values()) for row in rows]
     with wandb.init(
         project=project,
