@@ -68,6 +68,7 @@ def test_one_seed_cannot_tell_and_says_why():
         assert "+80.0 cannot tell (one seed)" in text
     assert "One seed has no interval, and no verdict rests on it." in experiment.to_markdown()
     assert "[" not in experiment.to_terminal(width=120)
+    assert experiment.to_terminal(width=120).startswith("transfer, 1 seed\n")
 
 
 @pytest.mark.parametrize(
