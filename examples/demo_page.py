@@ -381,7 +381,7 @@ def transfer_details(results: dict[str, Any]) -> str:
         ]
         parts.append(html_table([title, "compared with", "points of test error"], rows))
         parts.append(
-            f'<p><a href="{name}/report/report.html">All results and settings of this experiment</a></p>'
+            f'<p><a href="{name}/report/report.md">All results and settings of this experiment</a></p>'
         )
     return "".join(parts)
 

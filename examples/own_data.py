@@ -74,7 +74,7 @@ def main() -> None:
     print(report.to_terminal())
     report.figures()["accuracy"].savefig(arguments.folder / "own_data.png", dpi=150)
     files = report.save(arguments.folder / "report")
-    print(f"\nReport: {files['report.html']}\nFigure: {arguments.folder / 'own_data.png'}")
+    print(f"\nReport: {files['report.md']}\nFigure: {arguments.folder / 'own_data.png'}")
 
 
 if __name__ == "__main__":

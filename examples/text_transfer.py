@@ -189,7 +189,7 @@ def main() -> None:
     )
     print(report.to_terminal())
     files = report.save(arguments.folder / "report")
-    print(f"\nReport: {files['report.html']}\nRanking: {arguments.folder / 'ranking.png'}")
+    print(f"\nReport: {files['report.md']}\nRanking: {arguments.folder / 'ranking.png'}")
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def transfer(
             **options,
         )
     files = report.save(folder / "report")
-    lines = [report.to_terminal(), "", f"Report:      {files['report.html']}"]
+    lines = [report.to_terminal(), "", f"Report:      {files['report.md']}"]
     if logger.startswith("wandb"):
         project = options["project"]  # not in the call: it would be taken for where options go
         offline = logger == "wandb_offline"

@@ -14,21 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from lightning_taskinfo._ranges import check_values
-
-
-class FeatureKernels(NamedTuple):
-    """Mean products of features, normalised by the widths.
-
-    Attributes:
-        model: ``K``, products of the model's features over ``m``, shape ``[..., m, m]``.
-        cross: ``K̃``, of the model's with the target's over ``sqrt(m·m*)``, shape ``[..., m, m*]``.
-        target: ``K*``, of the target's features over ``m*``, shape ``[..., m*, m*]``.
-    """
-
-    model: Tensor
-    cross: Tensor
-    target: Tensor
+from lightning_taskinfo._ranges import check_values, checked_tensors
 
 
 class SpanNorms(NamedTuple):
@@ -82,37 +68,6 @@ def relu_kernel(
     return norms / (2 * torch.pi) * bracket
 
 
-def feature_kernels(
-    model: Tensor,
-    target: Tensor,
-) -> FeatureKernels:
-    r"""The three kernels of a model and a target network.
-
-    .. math:: K = \frac{\langle\phi\phi^\top\rangle}{m}, \quad
-        \tilde K = \frac{\langle\phi\,\phi_*^\top\rangle}{\sqrt{m\, m_*}}, \quad
-        K_* = \frac{\langle\phi_*\phi_*^\top\rangle}{m_*}
-
-    Args:
-        model: First-layer weights of the model, shape ``[..., m, d]``.
-        target: First-layer weights of the target, shape ``[..., m*, d]``.
-
-    Returns:
-        The kernels.
-
-    Example:
-        >>> feature_kernels(torch.eye(2)[:1], torch.eye(2)).target
-        tensor([[0.2500, 0.0796],
-                [0.0796, 0.2500]])
-    """
-    m = model.shape[-2]
-    m_target = target.shape[-2]
-    return FeatureKernels(
-        model=relu_kernel(model, model) / m,
-        cross=relu_kernel(model, target) / (m * m_target) ** 0.5,
-        target=relu_kernel(target, target) / m_target,
-    )
-
-
 def span_norms(
     model: Tensor,
     target: Tensor,
@@ -124,6 +79,10 @@ def span_norms(
         \|f\|^2 = \tfrac{1}{m_*} c^\top K_* c, \qquad
         \|P_\parallel f\|^2 = \tfrac{1}{m_*} c^\top \tilde K^\top K^{+} \tilde K c, \qquad
         \|P_\perp f\|^2 = \|f\|^2 - \|P_\parallel f\|^2
+
+    .. math:: K = \frac{\langle\phi\phi^\top\rangle}{m}, \quad
+        \tilde K = \frac{\langle\phi\,\phi_*^\top\rangle}{\sqrt{m\, m_*}}, \quad
+        K_* = \frac{\langle\phi_*\phi_*^\top\rangle}{m_*}
 
     with the pseudo-inverse of :math:`K`, which is singular when features repeat. Use float64: in float32 the
     out-of-span norm is accurate to about :math:`10^{-6}` of the norm.
@@ -149,11 +108,13 @@ def span_norms(
         raise ValueError(
             f"`coefficients` must have one entry a target feature ({target.shape[-2]}), got {coefficients.shape[-1]}."
         )
-    K, K_cross, K_target = feature_kernels(model, target)
+    m, width = model.shape[-2], target.shape[-2]
+    K = relu_kernel(model, model) / m  # [..., m, m]
+    K_cross = relu_kernel(model, target) / (m * width) ** 0.5  # [..., m, m*]
+    K_target = relu_kernel(target, target) / width  # [..., m*, m*]
     c = coefficients.unsqueeze(-1)  # [..., m*, 1]
     v = K_cross @ c  # [..., m, 1]
     inverse = torch.linalg.pinv(K, hermitian=True)
-    width = target.shape[-2]
     total = (c.mT @ K_target @ c).squeeze((-2, -1)) / width
     inside = (v.mT @ inverse @ v).squeeze((-2, -1)) / width
     outside = (total - inside).clamp(min=0)  # rounding may leave a small negative number
@@ -253,7 +214,6 @@ def transfer_onset(
         >>> transfer_onset(torch.tensor([0.0, 0.5]), 8.0, 0.5)
         tensor([ inf, 256.])
     """
-    amplitude = torch.as_tensor(amplitude, dtype=outside.dtype, device=outside.device)
-    exponent = torch.as_tensor(exponent, dtype=outside.dtype, device=outside.device)
-    check_values("positive", amplitude=amplitude, exponent=exponent)
+    law = {"amplitude": amplitude, "exponent": exponent}
+    amplitude, exponent = checked_tensors(dict.fromkeys(law, "positive"), outside.dtype, **law)
     return (amplitude / outside).pow(1 / exponent)

@@ -19,7 +19,7 @@ EVERYTHING = (-math.inf, math.inf)
 
 
 def wilson_interval(
-    share: Tensor | float,
+    share: float,
     n: int,
     confidence: float = 0.95,
 ) -> Ends:
@@ -31,7 +31,7 @@ def wilson_interval(
     It has a width where the share is 0 or 1, unlike the normal one.
 
     Args:
-        share: :math:`p`, between 0 and 1.
+        share: The share :math:`p`, between 0 and 1.
         n: Number of samples.
         confidence: Probability that the interval covers.
 
@@ -45,11 +45,10 @@ def wilson_interval(
     References:
         Wilson, *Probable inference, the law of succession, and statistical inference*, JASA 1927.
     """
-    p = float(share)
     z = normal_quantile(confidence)
     scale = 1 + z**2 / n
-    middle = (p + z**2 / (2 * n)) / scale
-    variance = p * (1 - p) / n + z**2 / (4 * n**2)
+    middle = (share + z**2 / (2 * n)) / scale
+    variance = share * (1 - share) / n + z**2 / (4 * n**2)
     reach = z / scale * variance**0.5
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
@@ -89,9 +88,9 @@ def paired_interval(
     difference = (first - second).double()
     n = len(difference)
     mean = difference.mean().item()
-    z = normal_quantile(confidence)
     losses = torch.cat([first, second])
-    if bool(((losses == 0) | (losses == 1)).all()):
+    if torch.equal(losses, losses.bool().to(losses)):
+        z = normal_quantile(confidence)
         b = (difference > 0).sum().item()
         c = (difference < 0).sum().item()
         middle = (b - c) / (n + 2)
@@ -116,8 +115,7 @@ def normal_quantile(confidence: float) -> float:
         1.96
     """
     check_probability(confidence=confidence)
-    p = torch.tensor(0.5 + 0.5 * confidence, dtype=torch.float64, device="cpu")
-    return torch.special.ndtri(p).item()
+    return statistics.NormalDist().inv_cdf(0.5 + 0.5 * confidence)
 
 
 def student_quantile(

@@ -15,34 +15,24 @@ SHARPNESS = torch.cat(
 ).double()  # of scores with deviation 1
 
 
-class HeldOut(NamedTuple):
-    """What a read-out says about samples that it was not fitted to.
-
-    Attributes:
-        predicted: Predicted columns of the labels, shape ``[N, K]``.
-        baseline: Mean label of the samples that it was fitted to, shape ``[N, K]``.
-    """
-
-    predicted: Tensor
-    baseline: Tensor
-
-
 class ReadOut(NamedTuple):
     """What a linear read-out of one layer's features predicts of held-out labels.
 
     Attributes:
+        predicted: Predicted columns of the labels, shape ``[N, K]``.
+        baseline: Mean label of the samples that it was fitted to, shape ``[N, K]``.
         missed: Share of the labels' variance that it misses.
         standard_error: Of the share, over samples, to first order.
         squares: Squared error of each sample, over that of the mean label, shape ``[N]``.
         wrong: Whether the largest column is another than the label's, shape ``[N]``.
-        predicted: Predicted columns of the labels, shape ``[N, K]``.
     """
 
+    predicted: Tensor
+    baseline: Tensor
     missed: Tensor
     standard_error: Tensor
     squares: Tensor
     wrong: Tensor
-    predicted: Tensor
 
 
 def pooled(
@@ -75,10 +65,10 @@ def pooled(
         >>> pooled(torch.ones(2, 3, 8, 8), 100).shape, pooled(torch.ones(2, 7), 100).shape
         (torch.Size([2, 75]), torch.Size([2, 7]))
     """
-    if max_features is None:
-        return features.flatten(1)
     check_counts(max_features=max_features)
-    if mask is not None and features.ndim == 3 and features.shape[:2] == mask.shape:
+    if max_features is None:
+        rows = features.flatten(1)
+    elif mask is not None and features.ndim == 3 and features.shape[:2] == mask.shape:
         weights = mask.to(features).unsqueeze(-1)  # [N, T, 1]
         rows = (features * weights).sum(1) / weights.sum(1).clamp(min=1)
     elif features.ndim < 2 or features[0].numel() <= max_features:
@@ -89,9 +79,14 @@ def pooled(
         rows = _averaged_over_cells(features, max_features)
     else:
         rows = features.flatten(1)
-    if rows.shape[1] <= max_features:
+    N, D = rows.shape
+    if max_features is None or max_features >= D:
         return rows
-    return _sketched(rows, max_features)
+    # The same sums and signs for all rows of a length.
+    generator = Generator().manual_seed(D)
+    place = torch.randint(max_features, (D,), generator=generator).to(rows.device)
+    sign = (2 * torch.randint(2, (D,), generator=generator) - 1).to(rows)
+    return rows.new_zeros(N, max_features).index_add_(1, place, rows * sign)
 
 
 def _averaged_over_cells(
@@ -103,25 +98,12 @@ def _averaged_over_cells(
     if sizes[0] == sizes[1] != sizes[-1]:  # square, with the channels last
         features = features.movedim(-1, 1)
     channels, *space = features.shape[1:]
-    cells = max(space)
-    grid = space
-    while cells > 1 and channels * math.prod(grid) > max_features:
-        cells -= 1
+    for cells in range(max(space), 0, -1):
         grid = [min(cells, size) for size in space]
+        if channels * math.prod(grid) <= max_features:
+            break
     pool: Any = adaptive_avg_pool2d if len(space) == 2 else adaptive_avg_pool3d
     return pool(features, grid).flatten(1)
-
-
-def _sketched(
-    rows: Tensor,
-    size: int,
-) -> Tensor:
-    """Add each column, with a random sign, to one of ``size`` sums: the same ones for rows of the same length."""
-    N, D = rows.shape
-    generator = Generator().manual_seed(D)
-    place = torch.randint(size, (D,), generator=generator).to(rows.device)
-    sign = (2 * torch.randint(2, (D,), generator=generator) - 1).to(rows)
-    return rows.new_zeros(N, size).index_add_(1, place, rows * sign)
 
 
 def stratified_folds(
@@ -164,8 +146,8 @@ def held_out_readout(
     features: Tensor,
     columns: Tensor,
     fold: Tensor,
-) -> HeldOut:
-    r"""Predict the labels of each fold by ridge regression on the features of the others.
+) -> ReadOut:
+    r"""Predict the labels of each fold by ridge regression on the features of the others, and say what is missed.
 
     .. math:: \hat y(x) = \bar y + (x - \bar x)^\top \big(X^\top X + \lambda I\big)^{-1} X^\top (Y - \bar y)
 
@@ -178,7 +160,7 @@ def held_out_readout(
         fold: Fold of each sample, from 0 on, shape ``[N]``.
 
     Returns:
-        Predictions and the mean labels that they are compared with, in float64.
+        Predictions, the mean labels that they are compared with, and their errors, in float64.
 
     Example:
         >>> x = torch.arange(6.0).unsqueeze(1)
@@ -196,37 +178,18 @@ def held_out_readout(
         x_mean = x.mean(0)
         baseline[test] = y_mean = y.mean(0)
         predicted[test] = y_mean + ridge(x - x_mean, y - y_mean, features[test] - x_mean)
-    return HeldOut(predicted, baseline)
-
-
-def read_out(
-    features: Tensor,
-    columns: Tensor,
-    fold: Tensor,
-) -> ReadOut:
-    """Predict the columns of each fold from the features of the others, and say how much of them is missed.
-
-    Args:
-        features: Shape ``[N, D]``.
-        columns: Labels as real columns, classes as indicators, shape ``[N, K]``.
-        fold: Fold of each sample, from 0 on, shape ``[N]``.
-
-    Returns:
-        Shares and errors, in float64.
-
-    Example:
-        >>> x = torch.arange(6.0).unsqueeze(1)
-        >>> bool(read_out(x, 2 * x + 1, torch.arange(6) % 2).missed < 1e-6)
-        True
-    """
-    predicted, mean = held_out_readout(features, columns, fold)
     residual = (columns - predicted).square().sum(-1)  # [N]
-    baseline = (columns - mean).square().sum(-1)  # [N]
-    scale = baseline.mean()
-    missed = residual.sum() / baseline.sum()
-    error = (residual - missed * baseline).std() / scale / len(baseline) ** 0.5
-    wrong = predicted.argmax(1) != columns.argmax(1)
-    return ReadOut(missed, error, residual / scale, wrong.double(), predicted)
+    variance = (columns - baseline).square().sum(-1)  # [N]
+    scale = variance.mean()
+    missed = residual.sum() / variance.sum()
+    return ReadOut(
+        predicted,
+        baseline,
+        missed,
+        standard_error=(residual - missed * variance).std() / scale / len(residual) ** 0.5,
+        squares=residual / scale,
+        wrong=(predicted.argmax(1) != columns.argmax(1)).double(),
+    )
 
 
 def sharpened_brier(

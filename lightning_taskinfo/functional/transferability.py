@@ -61,7 +61,13 @@ def logme(
         learning*, ICML 2021.
     """
     F = _checked_features(features, labels)
-    Y = _columns(labels)  # [N, K]
+    Y = labels.double().reshape(len(labels), -1)  # [N, K]
+    if not labels.is_floating_point():
+        Y = one_hot(_checked_classes(labels)).double()
+    elif not Y.isfinite().all() or (Y[0] == Y).all():
+        raise ValueError(
+            f"`labels` must be finite and differ, got {len(labels)} values without that."
+        )
     U, s, _ = torch.linalg.svd(F, full_matrices=False)
     spectrum = s.square()  # [R]
     projected = (U.T @ Y).square()  # [R, K]
@@ -93,7 +99,7 @@ def _best_evidence(
     if scale == 0:  # no features: only the noise is left to fit
         scale = torch.ones_like(scale)
     ratios = RATIOS.to(scale.device) * scale
-    step = RATIOS[1].item() / RATIOS[0].item()
+    step = 10**0.1  # from one ratio to the next
     steps = torch.arange(-5, 6, device=scale.device)
     for _ in range(ROUNDS):
         step = step**0.2
@@ -300,15 +306,3 @@ def _checked_classes(labels: Tensor) -> Tensor:
             f"`labels` must be of at least two classes, got {len(labels)} of class {found.tolist()}."
         )
     return classes
-
-
-def _columns(labels: Tensor) -> Tensor:
-    """Indicators of the classes that occur, or real values as columns, in float64."""
-    if not labels.is_floating_point():
-        return one_hot(_checked_classes(labels)).double()
-    columns = labels.double().reshape(len(labels), -1)
-    if not columns.isfinite().all() or (columns == columns[0]).all():
-        raise ValueError(
-            f"`labels` must be finite and differ, got {len(labels)} values without that."
-        )
-    return columns

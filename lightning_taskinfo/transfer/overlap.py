@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._batches import (
+    BatchFn,
+    Forward,
     NoLogitsError,
     call_on,
+    is_labeled,
     joined,
     moved,
     read_batch,
@@ -29,21 +32,16 @@ from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.report import spread
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.intervals import normal_quantile
-from lightning_taskinfo.functional.readout import pooled, read_out
+from lightning_taskinfo.functional.readout import held_out_readout, pooled
 
 if TYPE_CHECKING:
-    from lightning_taskinfo.plotting import Axes, Figure
+    from lightning_taskinfo.plotting import Axes, Drawn
 
 REACH = 10  # times the measured numbers of labels, to which a learning curve is followed silently
 LARGEST_SHARE = 4.0  # that of always being sure of the wrong one of two classes; more is no share
 MAX_FEATURES = 1024  # of a layer, after pooling
 MAX_CHUNK = 64  # samples of a forward pass, where the user's batches are larger
 Data: TypeAlias = Iterable[Any] | Mapping[str, Any]
-ForwardFn: TypeAlias = Callable[[nn.Module, Any], Any]
-BatchFn: TypeAlias = Callable[[Any], tuple[Any, Tensor]]
-Drawn: TypeAlias = tuple["Figure", "Axes"]
-PowerLaw: TypeAlias = tuple[Tensor, Tensor]
-"""Amplitude and exponent."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class Onset(Tabled):
             rows.append([layer, middle, f"[{low}, {high}]"])
         return ["layer", "hurts above", f"{self.confidence:.0%} interval"], rows
 
-    def plot(self, ax: "Axes | None" = None) -> Drawn:
+    def plot(self, ax: "Axes | None" = None) -> "Drawn":
         """Draw the predictions with their intervals; needs matplotlib.
 
         Args:
@@ -148,12 +146,11 @@ class FeatureOverlap(Tabled):
         )
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        rows = []
-        for layer, *numbers in zip(self.layers, self.outside, self.standard_error, strict=True):
-            rows.append([layer, *(f"{number:.3f}" for number in numbers)])
+        layers = zip(self.layers, self.outside, self.standard_error, strict=True)
+        rows = [[layer, f"{share:.3f}", f"{error:.3f}"] for layer, share, error in layers]
         return ["layer", "missed share", "standard error"], rows
 
-    def plot(self, ax: "Axes | None" = None) -> Drawn:
+    def plot(self, ax: "Axes | None" = None) -> "Drawn":
         """Draw the missed share of each layer with its 95 % interval; needs matplotlib.
 
         Args:
@@ -187,10 +184,8 @@ class FeatureOverlap(Tabled):
             ValueError: If the curve does not fall, or does not consist of positive shares.
         """
         first, middle, last = self.crossings(curve, confidence)
-        far = []
-        for layer, onset in zip(self.layers, middle.tolist(), strict=True):
-            if is_far(onset, [*curve]):
-                far.append(f"{layer} ({onset:.2g})")
+        onsets = zip(self.layers, middle.tolist(), strict=True)
+        far = [f"{layer} ({onset:.2g})" for layer, onset in onsets if is_far(onset, [*curve])]
         if far:
             warn(
                 f"The onset of {', '.join(far)} is far from the numbers of labels that were measured, "
@@ -198,14 +193,13 @@ class FeatureOverlap(Tabled):
             )
         return Onset(self.layers, first, middle, last, confidence)
 
-    def crossings(self, curve: Mapping[int, float], confidence: float = 0.95) -> list[Tensor]:
-        """Return where a learning curve falls below ``outside`` and the ends of its intervals, in rising order."""
+    def crossings(self, curve: Mapping[int, float], confidence: float = 0.95) -> Tensor:
+        """Return where a learning curve falls below ``outside`` and the ends of its intervals, rising, ``[3, K]``."""
         low, high = self.interval(confidence)
-        law = fitted_curve(curve)
-        return [transfer_onset(share, *law) for share in (high, self.outside, low)]
+        return transfer_onset(torch.stack([high, self.outside, low]), *fitted_curve(curve))
 
 
-def _plot(layers: Sequence[str], ends: Iterable[Tensor], what: str, ax: "Axes | None") -> Drawn:
+def _plot(layers: Sequence[str], ends: Iterable[Tensor], what: str, ax: "Axes | None") -> "Drawn":
     from lightning_taskinfo.plotting import plot_intervals
 
     low, middle, high = (end.tolist() for end in ends)
@@ -224,8 +218,8 @@ def shown_count(number: float) -> str:
     return f"{number:.2g}" if number < 10 else f"{float(f'{number:.2g}'):,.0f}"
 
 
-def fitted_curve(curve: Mapping[int, float]) -> PowerLaw:
-    """Fit a falling power law to errors of training from scratch by number of labels.
+def fitted_curve(curve: Mapping[int, float]) -> tuple[Tensor, Tensor]:
+    """Fit a falling power law to errors of training from scratch by number of labels: amplitude and exponent.
 
     Raises:
         ValueError: If there are fewer than two, one is no positive share, or they do not fall.
@@ -260,7 +254,7 @@ def feature_overlap(
     layers: Sequence[str] | None = None,
     folds: int = 5,
     max_features: int | None = MAX_FEATURES,
-    forward_fn: ForwardFn | None = None,
+    forward_fn: Forward | None = None,
     batch_fn: BatchFn | None = None,
 ) -> FeatureOverlap:
     """Measure, by cross-validation, what share of the labels' variance the features of each layer leave unexplained.
@@ -304,7 +298,7 @@ def feature_overlap(
     network = ObservedNetwork(model, samples.inputs, forward_fn)
     features, _ = network.read(samples, layers, max_features)
     fold = torch.arange(len(samples.labels)) % folds
-    found = [read_out(values, samples.columns, fold) for values in features.values()]
+    found = [held_out_readout(values, samples.columns, fold) for values in features.values()]
     shares = torch.stack([one.missed for one in found])
     errors = torch.stack([one.standard_error for one in found])
     return FeatureOverlap(tuple(features), shares, errors, len(fold))
@@ -325,10 +319,9 @@ def onset_of(overlap: Mapping[str, Any], curve: Mapping[int, float]) -> list[flo
     last = [overlap[key][-1] for key in ("outside", "standard_error")]
     share, error = torch.tensor(last, dtype=torch.float64)
     try:
-        ends = FeatureOverlap((), share, error, samples=0).crossings(curve)
+        return FeatureOverlap((), share, error, samples=0).crossings(curve).tolist()
     except ValueError:
         return None
-    return [end.item() for end in ends]
 
 
 class Labelled(NamedTuple):
@@ -355,33 +348,28 @@ def read_labelled(data: Any, batch_fn: BatchFn | None, folds: int) -> Labelled:
         ValueError: If there is no batch, one has no inputs and labels, or not finite ones, or the
             labels cannot be predicted fold by fold.
     """
-    pair = isinstance(data, list | tuple) and len(data) == 2
-    if isinstance(data, Mapping) or (pair and any(isinstance(part, Tensor) for part in data)):
+    if isinstance(data, Mapping) or is_labeled(data):
         data = [data]
-    parts = [_read(batch, batch_fn) for batch in data]
-    if not parts:
+    given = []
+    targets = []
+    for batch in data:
+        inputs, labels = read_batch(batch) if batch_fn is None else read_by(batch_fn, batch)
+        n = sample_count(inputs)
+        shape = [] if labels is None else list(labels.shape)
+        if labels is None or shape[:1] != [n] or (shape[1:] and not labels.is_floating_point()):
+            raise ValueError(
+                "`data` must yield batches with a class index or real values for each input, got labels of shape "
+                f"{shape} for {n} inputs; a dataset of single samples goes into a DataLoader first."
+            )
+        given.append(inputs)
+        targets.append(labels.detach().cpu())
+    if not given:
         raise ValueError("`data` must yield batches (inputs, labels), got none.")
-    inputs, labels = (list(part) for part in zip(*parts, strict=True))
-    chunk = min(MAX_CHUNK, max(map(len, labels)))
-    whole = torch.cat(labels)
-    return Labelled(joined(inputs), whole, _columns(whole, folds), chunk)
-
-
-def _read(batch: Any, batch_fn: BatchFn | None) -> tuple[Any, Tensor]:
-    if batch_fn is None:
-        inputs, labels = read_batch(batch)
-    else:
-        inputs, labels = read_by(batch_fn, batch)
-    n = sample_count(inputs)
-    shape = [] if labels is None else list(labels.shape)
-    if labels is None or shape[:1] != [n] or (shape[1:] and not labels.is_floating_point()):
-        raise ValueError(
-            f"`data` must yield batches with a class index or real values for each input, got labels of shape {shape} "
-            f"for {n} inputs; a dataset of single samples goes into a DataLoader first."
-        )
-    for tensor in tensors((inputs, labels)):
+    chunk = min(MAX_CHUNK, max(map(len, targets)))
+    samples, whole = joined(given), torch.cat(targets)
+    for tensor in tensors((samples, whole)):
         check_finite("data", tensor)
-    return inputs, labels.detach().cpu()
+    return Labelled(samples, whole, _columns(whole, folds), chunk)
 
 
 def _columns(labels: Tensor, folds: int) -> Tensor:
@@ -424,34 +412,35 @@ class ObservedNetwork:
             in which they finished.
         head: Name of the linear layer whose output is the network's; ``None`` where it ends in
             something else.
+        end: The output of the head.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any, forward_fn: ForwardFn | None) -> None:
+    def __init__(self, model: nn.Module, inputs: Any, forward_fn: Forward | None) -> None:
         few = take(inputs, itemgetter(slice(2)))
         self.model = model
         self.modules = dict(model.named_modules())
         self.forward = forward_fn or _way_to_call(model, few)
         calls: dict[str, Any] = {}
 
-        def note(name: str, *call: Any) -> None:
-            calls[name] = None if name in calls else call[-1]
+        def note(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+            calls[name] = None if name in calls else output
 
         with self._watched(self.modules, note):
-            end = first_tensor(self.run(few))
+            end = self.run(model, few)
         self.seen = {}
-        self.head = None
+        self.head = self.end = None
         for name, output in calls.items():
             shape = getattr(first_tensor(output), "shape", ())
             if shape[:1] == (2,):
                 self.seen[name] = output
                 if isinstance(self.modules[name], nn.Linear) and output is end:
                     self.head = name
+                    self.end = end
 
-    def run(self, inputs: Any, model: nn.Module | None = None) -> Any:
-        """Return the outputs of the network, or of one of its kind; ``None`` where there are no logits."""
-        model = self.model if model is None else model
+    def run(self, model: nn.Module, inputs: Any) -> Any:
+        """Return the output of the network, or of one of its kind; ``None`` where there are no logits."""
         try:
-            return self.forward(model, moved(inputs, device_of(model)))
+            return first_tensor(self.forward(model, moved(inputs, device_of(model))))
         except NoLogitsError:  # it ran, and its layers were seen
             return None
 
@@ -489,8 +478,8 @@ class ObservedNetwork:
                 each sample.
         """
         if layers is None:
-            leaves = [name for name, module in self.modules.items() if not any(module.children())]
-            layers = [name for name in leaves if name in self.seen]
+            found_once = [name for name in self.modules if name in self.seen]
+            layers = [name for name in found_once if not any(self.modules[name].children())]
         for name in layers:
             if name not in self.seen:
                 raise ValueError(
@@ -506,7 +495,8 @@ class ObservedNetwork:
         inputs = None
 
         def keep(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-            values = pooled(first_tensor(output), max_features, mask=_mask(inputs))
+            mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+            values = pooled(first_tensor(output), max_features, mask=mask)
             if name not in found:
                 dtype = torch.promote_types(values.dtype, torch.float32)
                 found[name] = torch.empty(n, values.shape[1], dtype=dtype)
@@ -516,7 +506,7 @@ class ObservedNetwork:
             for begin in range(0, n, samples.chunk):
                 place = slice(begin, begin + samples.chunk)
                 inputs = take(samples.inputs, itemgetter(place))
-                output = first_tensor(self.run(inputs))
+                output = self.run(self.model, inputs)
                 if self.head is not None and output.ndim == 2:
                     logits.append(output.double().cpu())
         features = {name: found[name] for name in layers}
@@ -535,14 +525,13 @@ class ObservedNetwork:
         and so are modules whose output the next one hands on, and those that run before all
         weights.
         """
-        end = None if self.head is None else self.seen[self.head]
         usable: dict[str, Tensor] = {}
         begun = False  # what runs before the first weights shows the inputs, not the network
         for name, output in self.seen.items():
             begun = begun or _weights(self.modules[name]) > 0
             values = first_tensor(output)
             block = isinstance(output, Tensor | tuple)  # not a whole model
-            if name and begun and block and values.ndim > 1 and values is not end:
+            if name and begun and block and values.ndim > 1 and values is not self.end:
                 usable[name] = values
         opened = self._opened(usable, number)
         finished = [name for name in usable if name in opened]
@@ -558,28 +547,26 @@ class ObservedNetwork:
 
     def _opened(self, usable: Mapping[str, Tensor], number: int) -> list[str]:
         """Open modules from the top until ``number`` usable ones are found, or all are open."""
-        parent = {name: name.rpartition(".")[0] for name in self.modules if name}
+        parents = {name.rpartition(".")[0] for name in self.modules}
 
-        def inside(outer: str) -> list[str]:
+        def inside(prefix: str) -> list[str]:
             """The outermost usable ones in a module: a list of blocks is opened, or a model within the model."""
-            found: list[str] = []
-            for name in parent:
-                if parent[name] == outer:
-                    found += [name] if name in usable else inside(name)
-            return found
+            names = [name for name in self.modules if name in usable and name.startswith(prefix)]
+            nested = tuple(f"{name}." for name in names)
+            return [name for name in names if not name.startswith(nested)]
 
         opened = inside("")
         while len(opened) < number:
-            closed = [name for name in opened if name in parent.values()]
+            closed = [name for name in opened if name in parents]
             if not closed:
                 break
             largest = max(closed, key=lambda name: _weights(self.modules[name]))
             at = opened.index(largest)
-            opened[at : at + 1] = inside(largest)
+            opened[at : at + 1] = inside(f"{largest}.")
         return opened
 
 
-def _way_to_call(model: nn.Module, few: Any) -> ForwardFn:
+def _way_to_call(model: nn.Module, few: Any) -> Forward:
     """Find out how a network is called; one without logits, such as an encoder, only has to run."""
     try:
         return call_on(model, moved(few, device_of(model)))
@@ -596,12 +583,6 @@ def device_of(model: nn.Module) -> torch.device:
 
 def _weights(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def _mask(inputs: Any) -> Tensor | None:
-    """The positions of sequences that count, where the inputs say so."""
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def first_tensor(output: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._batches import take
+from lightning_taskinfo._batches import BatchFn, Forward, take
 from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo._random import own_randomness, seed_from
 from lightning_taskinfo._ranges import check_counts, check_positive
@@ -23,7 +23,7 @@ from lightning_taskinfo.functional.intervals import (
 )
 from lightning_taskinfo.functional.readout import (
     ReadOut,
-    read_out,
+    held_out_readout,
     sharpened_brier,
     stratified_folds,
 )
@@ -35,14 +35,10 @@ from lightning_taskinfo.functional.transferability import (
 )
 from lightning_taskinfo.transfer.overlap import (
     MAX_FEATURES,
-    BatchFn,
     Data,
-    ForwardFn,
     Labelled,
     ObservedNetwork,
-    PowerLaw,
     device_of,
-    first_tensor,
     fitted_curve,
     read_labelled,
 )
@@ -123,7 +119,7 @@ def rank_starts(
     folds: int = 5,
     confidence: float = 0.95,
     max_features: int = MAX_FEATURES,
-    forward_fn: ForwardFn | None = None,
+    forward_fn: Forward | None = None,
     batch_fn: BatchFn | None = None,
     progress: bool = True,
 ) -> StartRanking:
@@ -241,7 +237,7 @@ class _Ruler:
     folds: int
     confidence: float
     max_features: int
-    forward_fn: ForwardFn | None
+    forward_fn: Forward | None
 
     @property
     def real(self) -> bool:
@@ -260,7 +256,7 @@ class _Ruler:
         rows = []
         errors = {}
         for layer, values in features.items():
-            found = read_out(values, samples.columns, fold)
+            found = held_out_readout(values, samples.columns, fold)
             rows.append(self._row(layer, found))
             errors[layer] = found.squares if self.real else found.wrong
         best = min(rows, key=lambda row: (row.error, row.missed))
@@ -347,7 +343,7 @@ class _Ruler:
     def compared(
         self,
         found: Mapping[str, Measured],
-        law: PowerLaw | None,
+        law: tuple[Tensor, Tensor] | None,
     ) -> StartRanking:
         """Order the starts, and say which of them can be told apart, and whether they win over scratch.
 
@@ -429,28 +425,20 @@ class _Ruler:
     ) -> Tensor:
         """Train a copy with a fresh head on some samples, and return what it says of others."""
         copy = deepcopy(model)
+        name = str(network.head)
+        weight: Any = copy.get_submodule(name).weight
         columns = self.samples.columns
         loss_of = nn.functional.mse_loss if self.real else nn.functional.cross_entropy
         generator = Generator().manual_seed(how.seed)
         order = kept[:0]
 
-        def outputs(picked: Tensor) -> Tensor:
-            inputs = take(self.samples.inputs, itemgetter(picked))
-            found: Tensor = first_tensor(network.run(inputs, copy))
-            return found
+        def outputs(picked: Tensor) -> Any:
+            return network.run(copy, take(self.samples.inputs, itemgetter(picked)))
 
         device = device_of(model)
         with own_randomness(how.seed, device), torch.inference_mode(False), torch.enable_grad():
-            name = str(network.head)
-            parent, _, child = name.rpartition(".")
-            weight: Any = copy.get_submodule(name).weight
-            head = nn.Linear(
-                weight.shape[1],
-                columns.shape[1],
-                device=weight.device,
-                dtype=weight.dtype,
-            )
-            setattr(copy.get_submodule(parent), child, head)
+            head = nn.Linear(weight.shape[1], columns.shape[1]).to(weight)
+            copy.set_submodule(name, head)
             copy.train().requires_grad_(True)
             optimizer = torch.optim.Adam(copy.parameters(), lr=how.learning_rate)
             schedule = torch.optim.lr_scheduler.OneCycleLR(

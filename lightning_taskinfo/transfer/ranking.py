@@ -2,18 +2,16 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
-from os import PathLike
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_taskinfo._files import read_json, write_json
+from lightning_taskinfo._files import StrPath, read_json, write_json
 from lightning_taskinfo._tables import html_table, text_table
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.transfer.overlap import shown_count
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from lightning_taskinfo.plotting import Axes, Drawn
 
 Interval = tuple[float, float]
 MeanInterval = tuple[float, float, float]
@@ -218,7 +216,7 @@ class StartRanking:
     def _repr_html_(self) -> str:
         return html_table(*self._cells(), f"{self.legend()} {self.advice()}")
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: StrPath) -> None:
         """Write everything to a JSON file; an onset that is never reached is ``null`` there.
 
         Args:
@@ -228,7 +226,7 @@ class StartRanking:
         write_json(path, json.loads(text, parse_constant=lambda _: None))
 
     @classmethod
-    def load(cls, path: str | PathLike[str]) -> "StartRanking":
+    def load(cls, path: StrPath) -> "StartRanking":
         """Read what :meth:`save` wrote.
 
         Args:
@@ -237,17 +235,17 @@ class StartRanking:
         Raises:
             ValueError: If it is damaged, or holds something else.
         """
-        values = read_json(path)
-        if not isinstance(values, dict) or {*values} != {f.name for f in fields(cls)}:
-            raise ValueError(f"{path}: not a ranking of starts.")
-        values = _tuples(values)
-        starts = []
-        for start in values["starts"]:
-            layers = [LayerReadout(**layer) for layer in start["layers"]]
-            starts.append(RankedStart(**start | {"layers": tuple(layers)}))
-        return cls(**values | {"starts": tuple(starts)})
+        values = _tuples(read_json(path))
+        try:
+            starts = []
+            for start in values.pop("starts"):
+                layers = [LayerReadout(**layer) for layer in start.pop("layers")]
+                starts.append(RankedStart(layers=tuple(layers), **start))
+            return cls(tuple(starts), **values)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not a ranking of starts.") from error
 
-    def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+    def plot(self, ax: "Axes | None" = None) -> "Drawn":
         """Draw the read-out error of each layer of each start, its best layer with the interval.
 
         Args:

@@ -1,33 +1,26 @@
-"""The report in words and tables, described once, and written as text, Markdown and HTML.
+"""The report in words, tables and figures, described once, and written as text and Markdown."""
 
-The page of HTML is whole in itself: nothing in it is fetched.
-"""
-
-import base64
-import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
-from importlib.util import find_spec
-from itertools import groupby, product
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import groupby, product, zip_longest
 from operator import attrgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-import lightning_taskinfo
 from lightning_taskinfo._tables import text_table
 from lightning_taskinfo.certificates.certificate import percent, round_up
 from lightning_taskinfo.transfer.overlap import is_far
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+    from lightning_taskinfo.plotting import Axes, Figure
     from lightning_taskinfo.transfer.report import Comparison, Measure, Result, TransferReport
 
 GAIN = "gain over"  # how the titles of columns with verdicts begin
-VERDICTS = {"helps": "green", "hurts": "red", "cannot tell": "yellow"}
+VERDICTS = ("helps", "hurts", "cannot tell")
 PROOFS = {"stochastic": "randomised", "network": "the network itself", "test_set": "by test labels"}
 HELD = {  # columns of what networks hold: name in the report's table, scale, format
     "source accuracy, %": ("source_accuracy", 100, ".1f"),
@@ -37,15 +30,25 @@ HELD = {  # columns of what networks hold: name in the report's table, scale, fo
     "Fisher trace before": ("fisher_trace_before", 1, ".4g"),
     "Fisher trace after": ("fisher_trace_after", 1, ".4g"),
 }
-FIGURES = r"accuracy|information_\d+"  # names of their files; the number is that of labels
+MOMENTS = {  # of information in the weights: label, colour, marker
+    "before": ("before fine-tuning", "tab:blue", "o"),
+    "after": ("after", "tab:orange", "o"),
+    "added": ("added by fine-tuning", "tab:green", "D"),
+}
 
-Row = dict[str, str]  # of a table: its cells by the titles of their columns; one may hold a verdict
+Row = dict[str, str]  # of a table: its cells by the titles of their columns
 Values = dict[str, Any]
+Moments = dict[str, dict[str, float]]  # nats by moment and layer
 
 
-def tables(report: "TransferReport", confidence: float) -> dict[str, tuple[str, list[Row]]]:
-    """Return caption and rows of all tables for which there are numbers, by their headings."""
-    held, certified, missed = [], [], []
+# Tables
+
+
+def tables(report: "TransferReport", confidence: float) -> dict[str, list[Row]]:
+    """Return the rows of all tables for which there are numbers, by their headings."""
+    held: list[Row] = []
+    certified: list[Row] = []
+    missed: list[Row] = []
     for row, (labels, method, results) in zip(report.table(), report.cells(), strict=True):
         about = {"labels": f"{labels}", "method": method}
         held.append(dict(about))
@@ -56,18 +59,12 @@ def tables(report: "TransferReport", confidence: float) -> dict[str, tuple[str, 
         if overlaps := _measured(results, "overlap"):
             missed += [about | layer for layer in _missed(overlaps, report.labels)]
     found = {
-        "Did it help?": (
-            f"Means over seeds [{100 * confidence:g} % interval]",
-            main_table(report, confidence),
-        ),
-        "What can be certified": (
-            "Upper bounds on the true error, mean (range) over seeds",
-            _filled(certified),
-        ),
-        "What the networks hold": ("Estimates, means over seeds", _filled(held)),
-        "Before fine-tuning: what the features miss": ("Mean (range) over seeds", _filled(missed)),
+        "Did it help?": main_table(report, confidence),
+        "What can be certified": _filled(certified),
+        "What the networks hold": _filled(held),
+        "Before fine-tuning: what the features miss": _filled(missed),
     }
-    return {heading: table for heading, table in found.items() if table[1]}
+    return {heading: rows for heading, rows in found.items() if rows}
 
 
 def _filled(rows: Sequence[Row]) -> list[Row]:
@@ -98,9 +95,9 @@ def main_table(
     measures = report.measures[: 1 if short else None]
     shown = []
     for row in report.table(confidence):
-        cells = {name: str(row[name]) for name in ("labels", "method", "seeds")}
-        if short:
-            del cells["seeds"]
+        cells = {"labels": f"{row['labels']}", "method": row["method"]}
+        if not short:
+            cells["seeds"] = f"{row['seeds']}"
         for measure in measures:
             title = f"{measure.value}, {'%' if measure.share else measure.unit}"
             cells[title.removesuffix(", ")] = _estimate(row, measure.value, measure)
@@ -119,14 +116,14 @@ def _estimate(
 ) -> str:
     """Mean and interval, and of a gain the verdict, with the reason where there is no interval."""
     mean, low, high = (_shown(row[f"{key}{end}"], measure, sign) for end in ("", "_low", "_high"))
-    reason = row.get(f"{key}_reason")
-    words = [
-        mean,
-        f"[{low}, {high}]" if low else "",
-        row.get(f"{key}_verdict"),
-        f"({reason})" if reason else "",
-    ]
-    return " ".join(filter(None, words))
+    words = [mean]
+    if low:
+        words.append(f"[{low}, {high}]")
+    if verdict := row.get(f"{key}_verdict"):
+        words.append(verdict)
+    if reason := row.get(f"{key}_reason"):
+        words.append(f"({reason})")
+    return " ".join(words).strip()
 
 
 def _shown(value: float | None, measure: "Measure", sign: str) -> str:
@@ -144,8 +141,7 @@ def _bounds(certificates: Sequence[Values]) -> Row:
     """Upper bounds, rounded up."""
     row = {}
     for name, proof in PROOFS.items():
-        bounds = [round_up(bound, 3) for bound in _known(certificates, name)]
-        row[f"{proof}, %"] = _range(bounds)
+        row[f"{proof}, %"] = _range([round_up(bound, 3) for bound in _known(certificates, name)])
     valid = sum(one["valid"] for one in certificates)
     return {**row, "valid": f"{valid} of {len(certificates)}"}
 
@@ -156,14 +152,15 @@ def _known(certificates: Iterable[Values], name: str) -> list[float]:
 
 def _missed(overlaps: Sequence[Values], measured: Sequence[int]) -> list[Row]:
     """Share of the target labels' variance that the features of each layer miss."""
-    onset = _onset(overlaps, measured)
     rows = []
     for place, layer in enumerate(overlaps[0]["layers"]):
-        outside, error = (
-            _range([one[name][place] for one in overlaps]) for name in ("outside", "standard_error")
-        )
-        row = {"layer": layer, "outside, %": outside, "standard error, %": error}
-        rows.append({**row, "predicted to hurt from, labels": onset})
+        row = {
+            "layer": layer,
+            "outside, %": _range([one["outside"][place] for one in overlaps]),
+            "standard error, %": _range([one["standard_error"][place] for one in overlaps]),
+            "predicted to hurt from, labels": _onset(overlaps, measured),
+        }
+        rows.append(row)
     return rows
 
 
@@ -190,24 +187,12 @@ def _onset(overlaps: Sequence[Values], measured: Sequence[int]) -> str:
     return f"{middle} [{low}, {high}]{far}"
 
 
-def caption(figure: str) -> str:
-    """Return what a figure shows, by the name of its file.
-
-    Example:
-        >>> caption("information_50")
-        'Information in the weights by layer, before and after fine-tuning, with 50 target labels'
-    """
-    _, _, labels = figure.partition("_")
-    if not labels:
-        return "Results on the target test set, by method and number of target labels"
-    shown = "Information in the weights by layer, before and after fine-tuning"
-    return f"{shown}, with {labels} target labels"
+# Sentences
 
 
 def findings(report: "TransferReport", confidence: float) -> list[str]:
     """One sentence for each number of labels and baseline, and for each start; what is missing; and advice."""
-    gains = report.transferability(confidence)
-    gains.sort(key=attrgetter("labels"))
+    gains = sorted(report.transferability(confidence), key=attrgetter("labels"))
     lines = []
     for (labels, baseline), group in groupby(gains, attrgetter("labels", "baseline")):
         members = list(group)
@@ -232,8 +217,9 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
             "No run from scratch is among the results: whether transfer helps cannot be said."
         )
     measure = report.measures[0]
-    first = [gain for gain in gains if gain.measure == measure.name]
-    over_scratch = [gain for gain in first if gain.baseline == "scratch"]
+    over_scratch = [
+        gain for gain in gains if (gain.baseline, gain.measure) == ("scratch", measure.name)
+    ]
     if over_scratch:
         lines.append(f"Advice: {_advice(over_scratch, measure)}.")
     return lines
@@ -256,9 +242,8 @@ def _advice(over_scratch: Sequence["Comparison"], measure: "Measure") -> str:
     """What to take for each number of labels: what helps most over scratch, or scratch itself."""
     said = []
     for labels, group in groupby(over_scratch, attrgetter("labels")):
-        here = {
-            gain.verdict: gain for gain in sorted(group, key=lambda gain: gain.gain.mean or 0.0)
-        }
+        ordered = sorted(group, key=lambda gain: gain.gain.mean or 0.0)
+        here = {gain.verdict: gain for gain in ordered}
         what = "nothing was seen to help: train from scratch, or add seeds"
         if best := here.get("helps"):
             by = f"{_shown(best.gain.mean, measure, '+')} {measure.unit}".strip()
@@ -331,11 +316,12 @@ on the weights. It is no measure of quality.""",
     ),
     "What can be certified": (
         "certificate",
-        """Each bound holds by itself with a probability of at least {sure:.2f}; of several, the one that was picked \
-for being the smallest does not. Randomised: a network whose weights are drawn anew for every prediction, by \
-PAC-Bayes with the start's weights as the prior's centre, where frozen weights cost nothing and a fresh head has its \
-random centre. The network itself: the same, and how often the two disagree on inputs that served nothing else. By \
-test labels: the binomial bound on the test set. Could not be checked: {trusted}.{invalid}""",
+        """Upper bounds on the true error: mean over seeds, smallest and largest. Each bound holds by itself \
+with a probability of at least {sure:.2f}; of several, the one that was picked for being the smallest does not. \
+Randomised: a network whose weights are drawn anew for every prediction, by PAC-Bayes with the start's weights as \
+the prior's centre, where frozen weights cost nothing and a fresh head has its random centre. The network itself: \
+the same, and how often the two disagree on inputs that served nothing else. By test labels: the binomial bound on \
+the test set. Could not be checked: {trusted}.{invalid}""",
     ),
     "What the features miss": (
         "overlap",
@@ -347,20 +333,23 @@ labels or more: median over seeds, and the ends that all intervals reach.""",
 }
 
 
+# Text and Markdown
+
+
 def to_markdown(
     report: "TransferReport",
     confidence: float,
     figures: Iterable[str],
 ) -> str:
     """The whole report, with the figures as PNG files beside it."""
-    (_, (_, main)), *others = tables(report, confidence).items()
+    (_, main), *others = tables(report, confidence).items()
     said = notes(report, confidence).items()
     parts = [
         f"# {_escaped(report.name)}",
         "\n".join(f"- {_escaped(line)}" for line in findings(report, confidence)),
         _markdown(main),
         *(f"![{caption(name)}]({name}.png)" for name in figures),
-        *(f"## {heading}\n\n{_markdown(rows)}" for heading, (_, rows) in others),
+        *(f"## {heading}\n\n{_markdown(rows)}" for heading, rows in others),
         "## What the numbers mean, and what not",
         "\n".join(f"- **{term}.** {_escaped(text)}" for term, text in said),
         "## Configuration",
@@ -380,6 +369,20 @@ def _markdown(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def caption(figure: str) -> str:
+    """Return what a figure shows, by the name of its file.
+
+    Example:
+        >>> caption("information_50")
+        'Information in the weights by layer, before and after fine-tuning, with 50 target labels'
+    """
+    _, _, labels = figure.partition("_")
+    if not labels:
+        return "Results on the target test set, by method and number of target labels"
+    shown = "Information in the weights by layer, before and after fine-tuning"
+    return f"{shown}, with {labels} target labels"
+
+
 def to_terminal(
     report: "TransferReport",
     confidence: float,
@@ -387,167 +390,122 @@ def to_terminal(
 ) -> str:
     """The gains by the first measure as a table, and the findings, which speak of the others too."""
     rows = main_table(report, confidence, short=True)
-    counts = {len(results) for _, _, results in report.cells()}
-    seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
-    title = f"{report.name}, {seeds} seed{'s' * (max(counts) > 1)}"
-    if any("[" in cell for row in rows for cell in row.values()):
-        title += f", {100 * confidence:g} % intervals"
-    drawn = f"{title}\n{text_table([*rows[0]], [[*row.values()] for row in rows])}\n"
-    if find_spec("rich"):
-        drawn = _rich(title, rows, width)
-    return drawn + "\n".join(findings(report, confidence))
+    lines = [[*rows[0]], *([*row.values()] for row in rows)]
+    counts = sorted({len(results) for _, _, results in report.cells()})
+    title = f"{report.name}, 1 seed"
+    if counts != [1]:
+        seeds = " to ".join(f"{count}" for count in {counts[0]: None, counts[-1]: None})
+        title = f"{report.name}, {seeds} seeds, {100 * confidence:g} % intervals"
+    table = text_table(lines[0], lines[1:])
+    if table.index("\n") > (width or shutil.get_terminal_size().columns):
+        lines = [line for cells in lines for line in _broken(cells)]
+        table = text_table(lines[0], lines[1:])
+    return "\n".join([title, table, *findings(report, confidence)])
 
 
-def _rich(title: str, rows: Sequence[Row], width: int | None) -> str:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(width=width)
-    unlimited = console.options.update(max_width=10_000)
-    shapes: list[Callable[[str], str]] = [str, _in_lines]
-    for shape in shapes:  # the first that fits, or the last
-        drawn = Table(title=Text(title), pad_edge=shape is str)
-        for name in rows[0]:
-            drawn.add_column(Text(shape(name)), overflow="fold")
-        for row in rows:
-            cells = [Text(shape(cell)) for cell in row.values()]
-            for cell, (verdict, color) in product(cells[2:], VERDICTS.items()):
-                cell.highlight_words([verdict], color)
-            drawn.add_row(*cells)
-        if console.measure(drawn, options=unlimited).maximum <= console.width:
-            break
-    with console.capture() as capture:
-        console.print(drawn)
-    return capture.get()
+def _broken(cells: Iterable[str]) -> list[list[str]]:
+    """A row in several lines, where a reader would break it: a method at its plus, an estimate before its interval."""
+    places = rf"(?<=[a-z]\+)(?=[a-z])|(?<=:) |(?<={GAIN}) | (?=\[|\(|{'|'.join(VERDICTS)})"
+    parts = [re.split(places, cell) for cell in cells]
+    return [list(line) for line in zip_longest(*parts, fillvalue="")]
 
 
-def _in_lines(cell: str) -> str:
-    """Break a cell where a reader would: a method at its plus, an estimate before its interval and its verdict."""
-    cell = re.sub(r"(?<=[a-z]\+)(?=[a-z])|(?<=:) ", "\n", cell.replace(f"{GAIN} ", f"{GAIN}\n"))
-    return re.sub(rf" (?=\[|\(|{'|'.join(VERDICTS)})", "\n", cell)
+# Figures
 
 
-# The browser itself is told to fetch nothing, whatever stands in the page.
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --soft: #5a636b; --paper: #ffffff; --card: #f4f6f8; --line: #d5dade;
-  --helps: #0f6437; --hurts: #a3231b; --cannot: #6b5300; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e7ea; --soft: #a2abb3; --paper: #14171a; --card: #1d2226;
-  --line: #384047; --helps: #6fdc9c; --hurts: #ff9d92; --cannot: #e6c65c; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 84rem; padding: 1rem; background: var(--paper); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.6rem; line-height: 1.2; overflow-wrap: anywhere; margin: 1rem 0; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 0.5rem; }
-ul { padding-left: 1.2rem; } li { overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 0.5rem; }
-.scroll:focus-visible { outline: 2px solid var(--soft); }
-table { border-collapse: collapse; width: 100%; font-size: 0.875rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; padding: 0.5rem; color: var(--soft); }
-th, td { text-align: left; vertical-align: top; padding: 0.35rem 0.5rem; border-top: 1px solid var(--line); }
-thead th { background: var(--card); vertical-align: bottom; }
-tbody th { font-weight: 600; white-space: nowrap; }
-td b, td span { white-space: nowrap; } .helps { color: var(--helps); } .hurts { color: var(--hurts); }
-.cannot { color: var(--cannot); }
-figure { margin: 1.5rem 0; } figure .scroll { padding: 0.5rem; }
-figure img { display: block; width: 100%; height: auto; margin: 0 auto; }
-@media (prefers-color-scheme: dark) { figure img { filter: invert(0.92) hue-rotate(180deg); } }
-figcaption { color: var(--soft); font-size: 0.9rem; margin-top: 0.4rem; }
-dt { font-weight: 600; margin-top: 0.8rem; } dd { margin: 0; max-width: 48rem; }
-pre { margin: 0; padding: 0.75rem; font-size: 0.85rem; background: var(--card); }
-footer { color: var(--soft); font-size: 0.85rem; margin: 3rem 0 1rem; }
-@media print { .scroll { overflow: visible; } }
-"""
+def draw_all(report: "TransferReport", confidence: float) -> dict[str, "Figure"]:
+    """Return every figure for which the report has numbers, by the name of its file."""
+    figures = {"accuracy": plot_accuracy(report, confidence)[0]}
+    for labels in report.labels:
+        if layer_information(report, labels):
+            figures[f"information_{labels}"] = plot_information(report, labels)[0]
+    return figures
 
 
-def to_html(
-    report: "TransferReport",
-    confidence: float,
-    figures: Mapping[str, "Figure"],
-) -> str:
-    """Return the page with these figures; it is well-formed XML too."""
-    found = "".join(f"<li>{escape(line)}</li>" for line in findings(report, confidence))
-    sections = [f"<ul>{found}</ul>"]
-    for heading, (about, rows) in tables(report, confidence).items():
-        sections.append(_section(heading, _scrolled(_table(about, rows), about)))
-    if figures:  # behind the first table
-        drawn = [_figure(report, name, figure) for name, figure in figures.items()]
-        sections.insert(2, _section("Figures", "\n".join(drawn)))
-    terms = ""
-    for term, text in notes(report, confidence).items():
-        terms += f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>"
-    sections.append(_section("What the numbers mean, and what not", f"<dl>{terms}</dl>"))
-    configuration = json.dumps(report.configuration, indent=2, ensure_ascii=False)
-    shown = _scrolled(f"<pre>{escape(configuration)}</pre>", "Configuration")
-    sections.append(_section("Configuration", shown))
-    title = escape(report.name)
-    body = "\n".join(sections)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8" />
-<meta http-equiv="Content-Security-Policy" content="{POLICY}" />
-<meta name="viewport" content="width=device-width, initial-scale=1" />
-<meta name="color-scheme" content="light dark" />
-<title>{title}</title>
-<link rel="icon" href="data:," />
-<style>{STYLE}</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-{body}
-</main>
-<footer>Report of a transfer experiment, by lightning-taskinfo {escape(lightning_taskinfo.__version__)}.</footer>
-</body>
-</html>
-"""
+def plot_accuracy(report: "TransferReport", confidence: float) -> tuple["Figure", list["Axes"]]:
+    """Draw the target test accuracy, or the metric, of every method: mean and interval, one panel a number of labels.
+
+    Short strokes are the seeds; a dotted line continues the mean of training from scratch.
+    """
+    from lightning_taskinfo.plotting import plot_intervals
+
+    measure = report.measures[0]
+    methods = report.methods
+    figure, panels = _panels([f"{labels} target labels" for labels in report.labels], methods)
+    for ax, labels in zip(panels, report.labels, strict=True):
+        ends = []  # lower ends, means and upper ends, NaN where there are none
+        for method in methods:
+            found = report.summary(method, labels, measure, confidence)
+            known = (found.low, found.mean, found.high)
+            ends.append([math.nan if end is None else measure.scale * end for end in known])
+        plot_intervals(methods, *zip(*ends, strict=True), xlabel="", ax=ax)
+        for place, method in enumerate(methods):
+            seeds = report.values(method, labels, measure).values()
+            values = [measure.scale * value for value in seeds]
+            ax.plot(values, [place] * len(values), "|", color="C0", alpha=0.6)
+            if method == "scratch":
+                ax.axvline(ends[place][1], color="0.5", linestyle=":", zorder=0)
+    figure.supxlabel(f"{measure.value} on the target test set{', %' * measure.share}")
+    title = f"mean and {100 * confidence:g} % interval; short strokes: seeds"
+    if len({row.seed for row in report.results}) == 1:
+        title = "one seed, no interval"
+    figure.suptitle(title)
+    return figure, panels
 
 
-def _section(title: str, content: str) -> str:
-    return f"<section>\n<h2>{escape(title)}</h2>\n{content}\n</section>"
+def layer_information(report: "TransferReport", labels: int) -> dict[str, Moments]:
+    """Return nats by method, moment and layer, mean over seeds, of those that were measured."""
+    found: dict[str, Moments] = defaultdict(dict)
+    for method, moment in product(report.methods, MOMENTS):
+        nats = defaultdict(list)
+        for information in _measured(report.cell(method, labels).values(), "information"):
+            measured = information.get(moment) or {"layers": {}}
+            for layer, value in measured["layers"].items():
+                if math.isfinite(value):
+                    nats[layer].append(value)
+        if nats:
+            found[method][moment] = {layer: fmean(values) for layer, values in nats.items()}
+    return found
 
 
-def _scrolled(content: str, name: str) -> str:
-    """What may be wider than a phone scrolls by itself, with the keyboard too."""
-    return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(name)}">{content}</div>'
+def plot_information(report: "TransferReport", labels: int) -> tuple["Figure", list["Axes"]]:
+    """Draw the information in the weights of each layer before and after fine-tuning, and what it added.
+
+    Means over seeds, one panel a method. The scale is logarithmic above 1 nat and linear below.
+    """
+    found = layer_information(report, labels)
+    layers: dict[str, None] = {}  # in the order in which they come
+    for moments in found.values():
+        for measured in moments.values():
+            layers |= dict.fromkeys(measured)
+    figure, panels = _panels([*found], [*layers])
+    for ax, moments in zip(panels, found.values(), strict=True):
+        for moment, (label, color, marker) in MOMENTS.items():
+            measured = moments.get(moment, {})
+            nats = [measured.get(layer, math.nan) for layer in layers]
+            ax.plot(nats, range(len(layers)), marker, color=color, markersize=5, label=label)
+        ax.set_xscale("symlog", linthresh=1)
+    figure.suptitle(f"information in the weights by layer, nats ({labels} target labels)")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+    return figure, panels
 
 
-def _table(about: str, rows: Sequence[Row]) -> str:
-    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in rows[0])
-    body = "\n".join(f"<tr>{''.join(map(_cell, row, row.values()))}</tr>" for row in rows)
-    top = f"<caption>{escape(about)}</caption><thead><tr>{head}</tr></thead>"
-    return f"<table>{top}\n<tbody>\n{body}\n</tbody></table>"
+def _panels(titles: Sequence[str], names: Sequence[str]) -> tuple["Figure", list["Axes"]]:
+    """Return a figure with a panel for each title, at most four beside each other, and a row for each name in it."""
+    from matplotlib.figure import Figure
 
-
-def _cell(title: str, cell: str) -> str:
-    text = escape(cell)
-    if title == "method":
-        return f'<th scope="row">{text}</th>'
-    text = re.sub(r"(\[.*\])", r"<span>\1</span>", text)
-    if title.startswith(GAIN):
-        for verdict in VERDICTS:
-            text = text.replace(verdict, f'<b class="{verdict.split()[0]}">{verdict}</b>')
-    return f"<td>{text}</td>"
-
-
-def _figure(
-    report: "TransferReport",
-    name: str,
-    figure: "Figure",
-) -> str:
-    """A figure as SVG, in black on nothing; the style inverts it where the reader prefers the dark."""
-    from matplotlib import rc_context
-
-    buffer = io.BytesIO()
-    with rc_context({"svg.hashsalt": "taskinfo"}):  # the same figure gives the same
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    source = f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    # In rem: a phone scrolls rather than shrink the text beyond reading.
-    width = 7 * figure.get_figwidth()
-    size = f"min-width: {min(width, 34):.0f}rem; max-width: {width:.0f}rem"
-    about = caption(name)
-    words = escape(f"{about}. Methods: {', '.join(report.methods)}.")
-    image = f'<img src="{source}" alt="{words}" style="{size}" />'
-    return f"<figure>{_scrolled(image, about)}<figcaption>{escape(about)}</figcaption></figure>"
+    rows = math.ceil(len(titles) / 4)
+    columns = math.ceil(len(titles) / rows)
+    size = (2.6 + 2.2 * columns, 1.1 + rows * (0.6 + 0.24 * len(names)))
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    first = None
+    for place, title in enumerate(titles, 1):
+        ax = figure.add_subplot(rows, columns, place, sharex=first, sharey=first)
+        first = figure.axes[0]
+        ax.set_title(title, fontsize="medium")
+        ax.set_yticks(range(len(names)), names)
+        ax.set_ylim(len(names) - 0.5, -0.5)
+        ax.grid(axis="y", alpha=0.3)
+        ax.label_outer()
+    return figure, figure.axes

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -11,17 +10,20 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_taskinfo import _files
+from lightning_taskinfo._files import (
+    StrPath,
+    atomic_write,
+    make_folder,
+    read_json,
+    write_json,
+)
 from lightning_taskinfo._ranges import (
     check_counts,
-    check_not_negative,
     check_probability,
-    check_seed,
 )
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.functional.intervals import Interval, Verdict, mean_interval, paired_gain
 from lightning_taskinfo.transfer import render
-from lightning_taskinfo.transfer.figures import draw_all
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,23 +31,17 @@ if TYPE_CHECKING:
 BASELINES = ("scratch", "standard")
 SHARES = "acc|err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if all their values are
 HIGHER = "acc|auc|auroc|f1|precision|recall|r2|score|likelihood"  # metrics of which more is better
-ENDS = {"": "mean", "_low": "low", "_high": "high"}  # what the columns of an interval end with
-VERDICT = {**ENDS, "_verdict": "verdict", "_reason": "reason"}  # and those of a gain
-MEASURED = {  # columns of means over seeds: attribute of a result, and key in it
-    "source_accuracy": ("source", "accuracy"),
-    "information_before": ("information", "before"),
-    "information_after": ("information", "after"),
-    "information_added": ("information", "added"),
-    "fisher_trace_before": ("fisher_trace", "before"),
-    "fisher_trace_after": ("fisher_trace", "after"),
-    "certified_stochastic": ("certificate", "stochastic"),
-    "certified_network": ("certificate", "network"),
-    "certified_test_set": ("certificate", "test_set"),
+ENDS = ("mean", "low", "high")  # columns of an interval
+VERDICT = (*ENDS, "verdict", "reason")  # and those of a gain
+MEASURED = {  # how columns of means over seeds begin: attribute of a result, and keys in it
+    "source": ("source", ["accuracy"]),
+    "information": ("information", ["before", "after", "added"]),
+    "fisher_trace": ("fisher_trace", ["before", "after"]),
+    "certified": ("certificate", ["stochastic", "network", "test_set"]),
 }
 
 Numbers = dict[str, float]
 Values = dict[str, Any]
-StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -81,11 +77,7 @@ class Result:
     seconds: Numbers = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, str) or not self.method:
-            raise ValueError(f"`method` must be a name, got {self.method!r}.")
         check_counts(labels=self.labels)
-        check_seed(self.seed)
-        check_not_negative(seed=self.seed)
         for name in ("test", "source") if self.source else ("test",):
             numbers = dict(getattr(self, name) or {})
             kinds = {type(value) for value in numbers.values()}
@@ -154,10 +146,12 @@ class Measure:
         """What values are multiplied with where they are shown."""
         return 100.0 if self.share else 1.0
 
-    def risk(self, test: Numbers) -> float:
-        """Return a number of which less is better."""
-        value = test[self.value]
-        return -value if self.higher else value
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Smallest and largest value that can be at all."""
+        if self.share:
+            return 0.0, 1.0
+        return 0.0 if self.value == "loss" else -math.inf, math.inf
 
 
 CLASSIFIED = (
@@ -244,16 +238,16 @@ class TransferReport:
         names = self.results[0].test
         if {*names} >= {"accuracy", "loss"}:
             return CLASSIFIED
-        return tuple(map(self._measure, names))
-
-    def _measure(self, name: str) -> Measure:
-        values = [row.test[name] for row in self.results]
-        inside = 0 <= min(values) <= max(values) <= 1
-        share = inside and bool(re.search(SHARES, name.lower()))
-        higher = bool(re.search(HIGHER, name.lower()))
-        if mode := self.configuration.get("mode"):
-            higher = mode == "max"
-        return Measure(name, name, "points" if share else "", share, higher)
+        found = []
+        for name in names:
+            values = [row.test[name] for row in self.results]
+            inside = 0 <= min(values) <= max(values) <= 1
+            share = inside and bool(re.search(SHARES, name.lower()))
+            higher = bool(re.search(HIGHER, name.lower()))
+            if mode := self.configuration.get("mode"):
+                higher = mode == "max"
+            found.append(Measure(name, name, "points" if share else "", share, higher))
+        return tuple(found)
 
     def cells(self) -> Iterator[tuple[int, str, list[Result]]]:
         """Yield number of labels, method and results of all seeds, where there are some."""
@@ -263,11 +257,8 @@ class TransferReport:
 
     def cell(self, method: str, labels: int) -> dict[int, Result]:
         """Return the results of one method and number of labels by seed; empty where there are none."""
-        seeds = {}
-        for row in sorted(self.results, key=lambda row: row.seed):
-            if (row.method, row.labels) == (method, labels):
-                seeds[row.seed] = row
-        return seeds
+        here = [row for row in self.results if (row.method, row.labels) == (method, labels)]
+        return {row.seed: row for row in sorted(here, key=lambda row: row.seed)}
 
     def transferability(self, confidence: float = 0.95) -> list[Comparison]:
         r"""Return the gain of every method over training from scratch, and over plain fine-tuning.
@@ -291,28 +282,29 @@ class TransferReport:
             if baseline not in self.methods or method in ("scratch", baseline):
                 continue
             for measure in self.measures:
-                risks: list[dict[int, float]] = []
-                for name in (baseline, method):
-                    cell = self.cell(name, labels)
-                    risks.append({seed: measure.risk(row.test) for seed, row in cell.items()})
+                compared = [self.values(name, labels, measure) for name in (baseline, method)]
+                if measure.higher:  # a risk is one of which less is better
+                    compared.reverse()
                 limit = 1.0 if measure.share else math.inf
-                gain = paired_gain(*risks, confidence=confidence, bounds=(-limit, limit))
+                gain = paired_gain(*compared, confidence=confidence, bounds=(-limit, limit))
                 found.append(Comparison(method, labels, baseline, measure.name, gain))
         return found
+
+    def values(self, method: str, labels: int, measure: Measure) -> dict[int, float]:
+        """Return what one of ``measures`` shows, such as the accuracy, by seed."""
+        cell = self.cell(method, labels)
+        return {seed: row.test[measure.value] for seed, row in cell.items()}
 
     def summary(
         self,
         method: str,
         labels: int,
-        name: str,
+        measure: Measure,
         confidence: float = 0.95,
     ) -> Interval:
-        """Return mean and interval over seeds of a number in ``test``, such as ``"accuracy"``."""
-        values = [row.test[name] for row in self.cell(method, labels).values()]
-        share = any(measure.share for measure in self.measures if measure.value == name)
-        low = 0.0 if share or name == "loss" else -math.inf
-        bounds = (low, 1.0 if share else math.inf)
-        return mean_interval(values, confidence=confidence, bounds=bounds)
+        """Return mean and interval over seeds of what one of ``measures`` shows."""
+        values = [*self.values(method, labels, measure).values()]
+        return mean_interval(values, confidence=confidence, bounds=measure.bounds)
 
     def table(self, confidence: float = 0.95) -> list[Values]:
         """Return one row for each number of labels and method, all with the same columns; what is not known is None.
@@ -328,14 +320,15 @@ class TransferReport:
         for labels, method, results in self.cells():
             row: Values = {"labels": labels, "method": method, "seeds": len(results)}
             for measure in self.measures:
-                interval = self.summary(method, labels, measure.value, confidence)
+                interval = self.summary(method, labels, measure, confidence)
                 row |= _columns(measure.value, interval, ENDS)
             for baseline, measure in product(BASELINES, self.measures):
                 gain = gains.get((labels, method, baseline, measure.name))
                 row |= _columns(f"over_{baseline}_{measure.name}", gain, VERDICT)
-            for name, (attribute, key) in MEASURED.items():
-                measured = [(getattr(one, attribute) or {}).get(key) for one in results]
-                row[name] = _mean(measured)
+            for name, (attribute, keys) in MEASURED.items():
+                measured = [getattr(one, attribute) or {} for one in results]
+                for key in keys:
+                    row[f"{name}_{key}"] = _mean(one.get(key) for one in measured)
             row["seconds"] = _mean([sum(one.seconds.values()) or None for one in results])
             rows.append(row)
         return rows
@@ -358,16 +351,12 @@ class TransferReport:
         *,
         width: int | None = None,
     ) -> str:
-        """Return the main table for a terminal of ``width`` columns: drawn by rich where it is installed."""
+        """Return the main table for a terminal of ``width`` columns, and the findings as sentences."""
         return render.to_terminal(self, confidence, width)
-
-    def to_html(self, confidence: float = 0.95) -> str:
-        """Return the report as one page that needs nothing else: no script, no request, figures inside."""
-        return render.to_html(self, confidence, self.figures(confidence))
 
     def figures(self, confidence: float = 0.95) -> dict[str, "Figure"]:
         """Return every figure for which there are numbers, by the name of its file; none without matplotlib."""
-        return draw_all(self, confidence) if find_spec("matplotlib") else {}
+        return render.draw_all(self, confidence) if find_spec("matplotlib") else {}
 
     def save(
         self,
@@ -375,11 +364,10 @@ class TransferReport:
         *,
         confidence: float = 0.95,
     ) -> dict[str, Path]:
-        """Write ``report.json``, ``report.md``, ``report.html`` and the figures, each of them whole or not at all.
+        """Write ``report.json``, ``report.md`` and the figures, each of them whole or not at all.
 
         Args:
-            folder: Made where missing; files of the same names are replaced, and figures of the
-                report that was there before go.
+            folder: Made where missing; files of the same names are replaced.
             confidence: Probability that an interval covers.
 
         Returns:
@@ -389,25 +377,16 @@ class TransferReport:
         Raises:
             ValueError: If ``folder`` is a file.
         """
-        folder = _files.make_folder(folder)
+        folder = make_folder(folder)
         figures = self.figures(confidence)
         for name, figure in figures.items():
-            with _files.atomic_write(folder / f"{name}.png") as file:
-                figure.savefig(file, format="png", dpi=150)
-            figure.set_layout_engine("none")  # it is laid out now, which takes longer than drawing
-        pages = {
-            "report.md": self.to_markdown(confidence, figures=figures),
-            "report.html": render.to_html(self, confidence, figures),
-        }
-        for name, text in pages.items():
-            with _files.atomic_write(folder / name, "w") as file:
-                file.write(text)
-        pictures = [f"{name}.png" for name in figures]
-        for old in folder.glob("*.png"):
-            if old.name not in pictures and re.fullmatch(render.FIGURES, old.stem):
-                old.unlink()
-        _files.write_json(folder / "report.json", asdict(self))
-        return {name: folder / name for name in (*pictures, *pages, "report.json")}
+            with atomic_write(folder / f"{name}.png") as file:
+                figure.savefig(file, format="png")
+        with atomic_write(folder / "report.md", "w") as file:
+            file.write(self.to_markdown(confidence, figures=figures))
+        write_json(folder / "report.json", asdict(self))
+        names = [*(f"{name}.png" for name in figures), "report.md", "report.json"]
+        return {name: folder / name for name in names}
 
     @classmethod
     def load(cls, path: StrPath) -> "TransferReport":
@@ -422,11 +401,10 @@ class TransferReport:
         path = Path(path)
         if path.is_dir():
             path = path / "report.json"
-        values = _files.read_json(path)
+        values = read_json(path)
         try:
-            values.pop("figures", None)  # which earlier versions have written
             return cls(**values)
-        except (AttributeError, TypeError) as error:
+        except TypeError as error:
             raise ValueError(f"{path}: not a report of a transfer experiment.") from error
 
     def same_as(self, other: "TransferReport") -> bool:
@@ -442,18 +420,17 @@ class TransferReport:
 def _columns(
     name: str,
     interval: Interval | None,
-    parts: Mapping[str, str],
+    parts: Iterable[str],
 ) -> Values:
-    return {f"{name}{end}": getattr(interval, part, None) for end, part in parts.items()}
+    found = {f"{name}_{part}": getattr(interval, part, None) for part in parts}
+    return {name: found.pop(f"{name}_mean"), **found}
 
 
 def _mean(values: Iterable[Any]) -> float | None:
     """Mean of those that are known, of which some are a total with its layers."""
-    known = []
-    for value in values:
-        if value is not None:
-            known.append(value["total"] if isinstance(value, dict) else value)
-    return sum(known) / len(known) if known else None
+    known = [value for value in values if value is not None]
+    totals = [value["total"] if isinstance(value, dict) else value for value in known]
+    return sum(totals) / len(totals) if totals else None
 
 
 def log_to_wandb(
@@ -496,10 +473,8 @@ def log_to_wandb(
         for name, value in row.items():
             if name != "labels" and isinstance(value, int | float):
                 scalars[f"{row['method']}/{row['labels']}_labels/{name}"] = value
-    figures = {}
-    for name, figure in report.figures(confidence).items():
-        figure.set_dpi(150)
-        figures[f"figures/{name}"] = figure
+    drawn = report.figures(confidence)
+    figures = {f"figures/{name}": figure for name, figure in drawn.items()}
     cells = [list(row.values()) for row in rows]
     with wandb.init(
         project=project,

@@ -239,7 +239,7 @@ WRITTEN = {  # part of a command -> a file that it leaves
     "embed": "*embeddings.json",
     "taskinfo rank": "ranking.json",
     "certify": "certificate.json",
-    "transfer": "*report.html",
+    "transfer": "*report.md",
     "WANDB_MODE": "wandb/offline-run-*/run-*.wandb",  # where the page looks for it
     "TASKINFO_CALLBACKS": "*squared_displacement_table.csv",
     "watch.yaml": "*metrics.csv",

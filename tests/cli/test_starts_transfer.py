@@ -37,7 +37,7 @@ def test_an_experiment_in_weights_and_biases(pair, tmp_path, capsys):
     assert re.search(r"leet \S+offline-run", text.out)
     report = TransferReport.load(out / "report" / "report.json")
     assert report.methods == ["scratch", "lautum"]
-    assert (out / "report" / "report.html").exists()
+    assert (out / "report" / "report.md").exists()
     runs = sorted((out / "logs" / "wandb").glob("offline-run-*"))
     assert len(runs) == 3
     shown = [inspect(run) for run in runs]

@@ -7,7 +7,6 @@ import torch
 
 from lightning_taskinfo.functional.features import (
     ablate,
-    feature_kernels,
     fit_power_law,
     relu_kernel,
     span_norms,
@@ -65,14 +64,6 @@ def test_kernel_is_the_mean_product_in_many_dimensions():
     products = features.unsqueeze(1) * features.unsqueeze(2)
     error = products.std(0) / len(inputs) ** 0.5
     assert ((products.mean(0) - relu_kernel(weights, weights)).abs() < 3 * error).all()
-
-
-def test_kernels_are_normalised_by_the_widths():
-    model, target = unit(2, 3, 5), unit(2, 4, 5, seed=1)
-    kernels = feature_kernels(model, target)
-    torch.testing.assert_close(kernels.model, relu_kernel(model, model) / 3)
-    torch.testing.assert_close(kernels.cross, relu_kernel(model, target) / math.sqrt(12))
-    torch.testing.assert_close(kernels.target, relu_kernel(target, target) / 4)
 
 
 @pytest.mark.parametrize("dimension", [2, 3])

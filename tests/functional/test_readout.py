@@ -9,7 +9,6 @@ from lightning_taskinfo.functional.readout import (
     RIDGES,
     held_out_readout,
     pooled,
-    read_out,
     ridge,
     sharpened_brier,
     stratified_folds,
@@ -33,7 +32,8 @@ def test_missed_share_squares_and_wrong_classes_are_those_of_a_loop_over_samples
     features[:, 0] += classes
     columns = nn.functional.one_hot(classes).double()
     fold = torch.arange(30) // 10
-    predicted, mean = held_out_readout(features, columns, fold)
+    found = held_out_readout(features, columns, fold)
+    predicted, mean = found.predicted, found.baseline
     residuals = [
         sum((y - p) ** 2 for y, p in zip(*pair, strict=True))
         for pair in zip(columns, predicted, strict=True)
@@ -42,7 +42,6 @@ def test_missed_share_squares_and_wrong_classes_are_those_of_a_loop_over_samples
         sum((y - m) ** 2 for y, m in zip(*pair, strict=True))
         for pair in zip(columns, mean, strict=True)
     ]
-    found = read_out(features, columns, fold)
     share = sum(residuals) / sum(baselines)
     assert found.missed.item() == pytest.approx(share.item())
     assert found.squares.mean().item() == pytest.approx(share.item())
@@ -64,7 +63,7 @@ def test_predictions_are_those_of_a_loop_over_folds_and_left_out_samples(width):
     features, folds = randn(30, width) + 1, 3
     labels = features[:, :2] @ randn(2, 2, seed=1) + 0.5 * randn(30, 2, seed=2)
     fold = torch.arange(30) % folds
-    predicted, baseline = held_out_readout(features, labels, fold)
+    predicted, baseline, *_ = held_out_readout(features, labels, fold)
     for k in range(folds):
         x, y = features[fold != k], labels[fold != k]
         penalties = RIDGES * (x - x.mean(0)).square().sum() / width
@@ -114,9 +113,9 @@ def test_two_samples_of_a_class_are_not_held_out_against_whole_classes():
     features = 1.5 * randn(10, 8)[labels] + randn(20, 8, seed=1)
     columns = nn.functional.one_hot(labels).double()
     fold = stratified_folds(labels, 5)
-    assert read_out(features, columns, fold).wrong.mean() < 0.4
+    assert held_out_readout(features, columns, fold).wrong.mean() < 0.4
     uneven = (torch.arange(20) // 4) % 5
-    assert read_out(features, columns, uneven).wrong.mean() > 0.5
+    assert held_out_readout(features, columns, uneven).wrong.mean() > 0.5
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 30.0])

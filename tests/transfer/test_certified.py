@@ -107,10 +107,10 @@ def test_the_report_shows_them_and_what_could_not_be_checked(reference, tmp_path
     assert TransferReport.load(tmp_path).same_as(report)
     bound = report.cell("four, linear", LABELS)[0].certificate["network"]
     up = f"{math.ceil(1000 * bound) / 10:.1f}"  # never less than was proved
-    for text in (files["report.md"].read_text(), files["report.html"].read_text()):
-        assert "What can be certified" in text
-        assert up in text
-        assert "pretrained on other samples" in text
+    text = files["report.md"].read_text()
+    assert "What can be certified" in text
+    assert up in text
+    assert "pretrained on other samples" in text
     assert f"{up} % (the network itself)" in report.to_terminal()
     row = next(row for row in report.table() if row["method"] == "four, linear")
     assert row["certified_network"] == bound

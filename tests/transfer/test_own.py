@@ -85,12 +85,9 @@ def test_the_report_shows_the_metric_and_is_saved_and_read(reference, tmp_path):
     for text in (
         report.to_terminal(),
         files["report.md"].read_text(),
-        files["report.html"].read_text(),
     ):
         assert "test_error" in text
-        assert "accuracy" not in text.lower().replace("accuracy.png", "").replace(
-            'id="accuracy', ""
-        )
+        assert "accuracy" not in text.lower().replace("accuracy.png", "")
     assert "accuracy.png" in files
 
 
@@ -198,9 +195,7 @@ def test_which_weights_of_a_start_are_fresh_is_printed_first_and_stands_in_the_r
     assert report.starts == ORIGINS
     files = report.save(tmp_path)
     assert TransferReport.load(tmp_path).starts == ORIGINS
-    texts = [report.to_terminal(), files["report.html"].read_text()]
-    texts.append(files["report.md"].read_text().replace("\\", ""))
-    for text in texts:
+    for text in (report.to_terminal(), files["report.md"].read_text().replace("\\", "")):
         assert all(f"Start {name}: {origin}." in text for name, origin in ORIGINS.items())
 
 
