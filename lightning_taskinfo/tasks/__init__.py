@@ -36,7 +36,6 @@ from lightning_taskinfo.tasks.ready import (
     trunk_for,
     trunk_of,
 )
-from lightning_taskinfo.tasks.student_teacher import StudentTeacherRisks, simulate_student_teacher
 from lightning_taskinfo.tasks.task2vec import Task2Vec
 from lightning_taskinfo.tasks.training import Training
 
@@ -48,7 +47,6 @@ __all__ = [
     "Recommendation",
     "ReferenceNetwork",
     "StructureFunction",
-    "StudentTeacherRisks",
     "Task2Vec",
     "TaskEmbedding",
     "Training",
@@ -67,7 +65,6 @@ __all__ = [
     "prepare_task",
     "reference_network",
     "simulate_phase_diagram",
-    "simulate_student_teacher",
     "simulate_transfer",
     "structure_function",
     "task_distance",
