@@ -175,7 +175,7 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
 def test_a_sweep_is_read_without_running_code(tmp_path):
     arguments = {"training": QUICK, "folder": tmp_path}
     structure_function(network, classes(), (1.0,), **arguments)
-    torch.save({"prior": {}, "rows": [], "model": network()}, tmp_path / "sweep.pt")
+    torch.save({"rows": [], "model": network()}, tmp_path / "sweep.pt")
     with pytest.raises(ValueError, match=r"sweep\.pt: .* Delete it") as caught:
         structure_function(network, classes(), (1.0,), **arguments)
     assert "weights_only" not in str(caught.value)
