@@ -67,7 +67,6 @@ class DistanceMatrix(Tabled):
         distances: Of each seed, shape ``[S, K, K]``, float64.
         new_head: Information in the new task's head, shape ``[S, K, K]``.
         information: :math:`\mathrm{KL}(Q_1\|P)` of each task alone, shape ``[S, K]``.
-        objective: :math:`C_\beta` of each task alone, shape ``[S, K]``.
     """
 
     names: tuple[str, ...]
@@ -78,7 +77,6 @@ class DistanceMatrix(Tabled):
     distances: Tensor
     new_head: Tensor
     information: Tensor
-    objective: Tensor
 
     @property
     def mean(self) -> Tensor:
@@ -404,14 +402,12 @@ def task_distance(
         )
     S, K = len(seeds), len(sizes)
     distances, new_head = torch.zeros(2, S, K, K, dtype=torch.float64)
-    information, objective = torch.zeros(2, S, K, dtype=torch.float64)
+    information = torch.zeros(S, K, dtype=torch.float64)
     for (s, seed), i, j in product(enumerate(seeds), range(K), range(K)):
-        alone = found[_name(seed, (i,))]
-        information[s, i] = sum(alone["kl"].values())
-        objective[s, i] = alone["objective"]
+        information[s, i] = sum(found[_name(seed, (i,))].values())
         parts = _trained(i, j, sizes)
         known = parts.index(i)
-        both = found[_name(seed, parts)]["kl"]
+        both = found[_name(seed, parts)]
         new_head[s, i, j] = both[f"head_{1 - known}"]
         distances[s, i, j] = both["trunk"] + both[f"head_{known}"] - information[s, i]
     return DistanceMatrix(
@@ -423,7 +419,6 @@ def task_distance(
         distances,
         new_head,
         information,
-        objective,
     )
 
 
@@ -449,12 +444,12 @@ def _name(seed: int, parts: tuple[int, ...]) -> str:
     return f"seed-{seed}_task-{'-'.join(map(str, parts))}"
 
 
-def solve(union: Union) -> dict[str, Any]:
-    r"""Train, and return the information ``kl`` of each part, the loss (a sum) with its error, and :math:`C_\beta`."""
+def solve(union: Union) -> Numbers:
+    """Train, and return the information in each part, in nats."""
     fit = union.fit()
     centre = prior_means(union.prior_center, weights_now(fit.model))
     betas = union.betas()
-    weights = {name: betas[_part(name)] for name in centre}
+    weights = {name: betas[name.split(".")[0]] for name in centre}
 
     def penalty() -> Tensor:
         """What weights pay for leaving the centre: their means' share of β times the divergence."""
@@ -464,29 +459,17 @@ def solve(union: Union) -> dict[str, Any]:
         return torch.stack(terms).sum() / (2 * union.prior_std**2)
 
     fit.minimise(penalty, seed_from(union.seed, 2), noisy=False)
-    information, loss = SOLVERS[union.method](union, fit, centre, weights)
     kl = dict.fromkeys(betas, 0.0)
-    for name, value in information.items():
-        kl[_part(name)] += value
-    price = sum(beta * kl[part] for part, beta in betas.items())
-    return {"kl": kl, **loss, "objective": loss["loss"] + price}
+    for name, value in SOLVERS[union.method](union, fit, centre, weights).items():
+        kl[name.split(".")[0]] += value.item()
+    return kl
 
 
-def _part(name: str) -> str:
-    """``"trunk"`` or ``"head_0"``, of a parameter's name."""
-    return name.partition(".")[0]
-
-
-def _variational(
-    union: Union,
-    fit: Fit,
-    centre: ParamDict,
-    weights: Numbers,
-) -> tuple[Numbers, Numbers]:
-    """Nats in noisy weights, trained from where the plain ones are, and their loss."""
+def _variational(union: Union, fit: Fit, centre: ParamDict, weights: Numbers) -> ParamDict:
+    """Nats in noisy weights, trained from where the plain ones are."""
     fit.add_noise(centre, union.prior_std, seed_from(union.seed, 3))
 
-    def kl() -> dict[str, Tensor]:
+    def kl() -> ParamDict:
         return {name: noise.kl(mean) for name, mean, noise in noisy_weights(fit.model)}
 
     def penalty() -> Tensor:
@@ -494,18 +477,11 @@ def _variational(
         return torch.stack(terms).sum()
 
     fit.minimise(penalty, seed_from(union.seed, 4), noisy=True)
-    loss = fit.expected_loss()
-    return {name: value.item() for name, value in kl().items()}, loss
+    return kl()
 
 
-def _laplace(
-    union: Union,
-    fit: Fit,
-    centre: ParamDict,
-    weights: Numbers,
-) -> tuple[Numbers, Numbers]:
+def _laplace(union: Union, fit: Fit, centre: ParamDict, weights: Numbers) -> ParamDict:
     """The closed form around the trained weights, with the diagonal of the Fisher information as curvature."""
-    loss = fit.loss()
     F = fisher_diagonal(
         fit.model,
         fit.inputs,
@@ -515,17 +491,14 @@ def _laplace(
     )
     kl = {}
     for name, weight in weights_now(fit.model).items():
-        h = len(fit.targets) * F[name]
-        shift = weight - centre[name]
         found = information_in_weights(
-            h,
-            shift,
+            len(fit.targets) * F[name],
+            weight - centre[name],
             prior_std=union.prior_std,
             beta=weights[name],
         )
-        kl[name] = found.kl.item()
-        loss += found.curvature_penalty.item()
-    return kl, {"loss": loss, "loss_error": 0.0}
+        kl[name] = found.kl
+    return kl
 
 
 SOLVERS = {"variational": _variational, "laplace": _laplace}

@@ -297,7 +297,6 @@ def test_refuses_outputs_that_do_not_fit_the_targets(model_fn, targets, likeliho
         ({"pretrain_steps": -1}, "`pretrain_steps` must not be negative, got -1"),
         ({"steps": 0}, "`steps` must be at least 1, got 0"),
         ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
-        ({"noises": 0}, "`noises` must be at least 1, got 0"),
         ({"learning_rate": 0.0}, r"`learning_rate` must be positive, got 0\.0"),
         ({"draws": 1}, "`draws` must be at least 2 for a standard error, got 1"),
     ],
