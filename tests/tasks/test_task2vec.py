@@ -240,7 +240,7 @@ def test_array_data_brings_its_name_and_its_test_split():
         ({"max_samples": 0}, "`max_samples` must be at least 1, got 0"),
         ({"weight_decay": 0.0}, "`weight_decay` must be positive, got 0.0"),
         ({"head": "fc"}, "`head` must name a module of the network, got 'fc'; there are"),
-        ({"head": ""}, "`head` must name a part of the network, got the whole of it"),
+        ({"head": ""}, "`head` must name a module of the network, got ''; there are"),
     ],
 )
 def test_refuses_arguments(arguments, message):
