@@ -288,7 +288,7 @@ def figure_and_axes(
     return ax.figure, ax
 
 
-def check_picture(argument: str, path: Path) -> None:
+def check_picture(argument: str, path: Path | None) -> None:
     """Raise a ``ValueError`` for a file that no picture is written to, before the work that it would show."""
-    if path.suffix not in (".png", ".pdf", ".svg"):
+    if path is not None and path.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"`{argument}` must end in .png, .pdf or .svg, got {path}.")
