@@ -229,12 +229,3 @@ def draw(path: Path, drawn: tuple[Any, Any]) -> None:
     """Write the figure of ``(figure, axes)``, whose format is the suffix of the file."""
     with atomic_write(path) as file:
         drawn[0].savefig(file, format=path.suffix[1:], dpi=150)
-
-
-def log_to(project: str | None, config: dict[str, Any], log: Callable[[Any], None]) -> None:
-    """Give ``log`` a run in this project of Weights & Biases, if one is named."""
-    if project:
-        import wandb
-
-        with wandb.init(project=project, config=config) as run:
-            log(run)

@@ -26,7 +26,6 @@ from lightning_taskinfo.cli._own import (
     Part,
     draw,
     fitting,
-    log_to,
     path_of,
     read_part,
     started,
@@ -242,7 +241,11 @@ def rank(
     ranking.save(out)
     if picture is not None:
         draw(picture, ranking.plot())
-    log_to(project, {"starts": list(starts)}, ranking.log)
+    if project:
+        import wandb
+
+        with wandb.init(project=project, config={"starts": list(starts)}) as run:
+            ranking.log(run)
     return f"{ranking}\n{out}"
 
 

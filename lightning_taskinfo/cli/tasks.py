@@ -18,7 +18,6 @@ from lightning_taskinfo.cli._own import (
     Tasks,
     draw,
     has_part,
-    log_to,
     named_tasks,
     prepared,
     read_part,
@@ -29,7 +28,6 @@ from lightning_taskinfo.plotting import check_picture
 from lightning_taskinfo.tasks import (
     Task2Vec,
     embedding_distances,
-    log_embeddings,
     network_for,
     plot_difficulty,
     plot_phase_overview,
@@ -191,7 +189,6 @@ def embed(
     checkpoint: Path | None = None,
     folder: Path = Path("embeddings"),
     alpha: float = ALPHA,
-    project: str | None = None,
     **options: Any,
 ) -> str:
     """Embed tasks by the Fisher information of a network, draw them on a map, and name the nearest source of each.
@@ -212,7 +209,6 @@ def embed(
         folder: Folder of the results: embeddings.json, a file task_<name>.json with the embedding of
             each task, task_map.png and, where a task has test samples, difficulty.png.
         alpha: How much the complexity of a source speaks for it; 0 for the symmetric distance.
-        project: Also log figures and tables to this project of Weights & Biases.
         **options: Arguments of :class:`lightning_taskinfo.Task2Vec`.
 
     Returns:
@@ -248,8 +244,6 @@ def embed(
     draw(folder / "task_map.png", plot_task_map(embeddings))
     if not all(math.isnan(embedding.test_error) for embedding in embeddings):
         draw(folder / "difficulty.png", plot_difficulty(embeddings))
-    config = {"tasks": list(loaded), "alpha": alpha}
-    log_to(project, config, lambda run: log_embeddings(run, embeddings, alpha=alpha))
     cells = []
     for row in rows:
         shown_row = {"nearest_source": "(no other)", "distance": math.nan, **row}
@@ -275,7 +269,7 @@ def phase_diagram(
     seed: int = 0,
     **options: Any,
 ) -> str:
-    """Draw when transfer hurts a deep linear network: surface, signed map, and slices with simulated points.
+    """Draw when transfer hurts a deep linear network: a signed map, and slices with simulated points.
 
     Args:
         mode: What is transferred: the features under a new last layer, or all layers.

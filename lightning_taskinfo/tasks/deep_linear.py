@@ -321,43 +321,44 @@ def plot_phase_map(
     *,
     depth: int = 2,
     max_gamma: float = 2.0,
-    ax: Any = None,
-) -> "tuple[Figure, Any]":
+    ax: "Axes | None" = None,
+) -> "tuple[Figure, Axes]":
     """Draw sign and size of the gain as colours, with the closed-form boundaries of negative transfer.
 
-    On three-dimensional axes the gain is a surface, without the boundaries. Gains beyond ±1 are cut
-    off: they have a pole at the interpolation threshold.
+    Colours end at gains of ±1, which have a pole at the interpolation threshold.
 
     Args:
         mode: ``"linear"`` or ``"fine_tune"``.
         sigma: Standard deviation of the label noise.
         depth: Number of layers.
         max_gamma: Largest number of samples per dimension.
-        ax: Axes to draw on, may be made with ``projection="3d"``; a new figure if not given.
+        ax: Axes to draw on; a new figure if not given.
 
     Returns:
         The figure and its axes.
     """
     fig, ax = figure_and_axes(ax, size=SIZE)
-    points = 60 if ax.name == "3d" else 300  # even: none is on the pole at gamma = 1
-    theta = torch.linspace(0, math.pi / 2, points, dtype=torch.float64)[:, None]
-    middles = torch.arange(points, dtype=torch.float64) + 0.5
-    gamma = middles * max_gamma / points
-    gain = transferability(mode, theta, gamma, sigma, depth=depth).clip(-1, 1)
-    grid = [t.expand_as(gain).numpy() for t in (gamma, theta.rad2deg(), gain)]
-    colours = {"cmap": "RdBu", "vmin": -1, "vmax": 1}
-    if ax.name == "3d":
-        ax.plot_surface(*grid, **colours, linewidth=0, rcount=points)
-        ax.set_zlabel("gain $T$")
-        ax.view_init(elev=28, azim=-60)
-        ax.set_box_aspect(None, zoom=0.85)  # or the labels leave the figure
-    else:
-        image = ax.pcolormesh(*grid, **colours, rasterized=True)
-        fig.colorbar(image, ax=ax, label="gain $T$ over scratch", extend="both")
-        for x, y in _boundaries(mode, sigma, depth):
-            ax.plot(x, y.rad2deg(), color="black", linewidth=1.5)
-    ax.set(xlim=(0, max_gamma), ylim=(0, 90), xlabel=GAMMA, ylabel=r"angle $\theta$ (°)")
-    ax.set_title(_title(mode, sigma))
+    theta = torch.linspace(0, math.pi / 2, 300, dtype=torch.float64)
+    middles = torch.arange(300, dtype=torch.float64) + 0.5  # none is on the pole at gamma = 1
+    gamma = middles * max_gamma / 300
+    gain = transferability(mode, theta[:, None], gamma, sigma, depth=depth)
+    image = ax.pcolormesh(
+        *(t.numpy() for t in (gamma, theta.rad2deg(), gain)),
+        cmap="RdBu",
+        vmin=-1,
+        vmax=1,
+        rasterized=True,
+    )
+    fig.colorbar(image, ax=ax, label="gain $T$ over scratch", extend="both")
+    for x, y in _boundaries(mode, sigma, depth):
+        ax.plot(x, y.rad2deg(), color="black", linewidth=1.5)
+    ax.set(
+        xlim=(0, max_gamma),
+        ylim=(0, 90),
+        xlabel=GAMMA,
+        ylabel=r"angle $\theta$ (°)",
+        title=_title(mode, sigma),
+    )
     return fig, ax
 
 
@@ -421,14 +422,14 @@ def plot_phase_slices(
     return fig, ax
 
 
-def plot_phase_overview(simulated: PhaseDiagram) -> "tuple[Figure, list[Any]]":
-    """Draw surface, map and slices beside each other.
+def plot_phase_overview(simulated: PhaseDiagram) -> "tuple[Figure, list[Axes]]":
+    """Draw map and slices beside each other.
 
     Args:
         simulated: The simulated grid.
 
     Returns:
-        The figure and its three axes.
+        The figure and its two axes.
 
     Example::
 
@@ -437,21 +438,17 @@ def plot_phase_overview(simulated: PhaseDiagram) -> "tuple[Figure, list[Any]]":
     """
     from matplotlib.figure import Figure
 
-    fig = Figure(figsize=(15, 4.5), layout="constrained")
-    surface = fig.add_subplot(1, 3, 1, projection="3d")
-    colours = fig.add_subplot(1, 3, 2)
-    slices = fig.add_subplot(1, 3, 3)
-    largest = 1.1 * simulated.gamma.max().item()
-    for ax in (surface, colours):
-        plot_phase_map(
-            simulated.mode,
-            simulated.sigma,
-            depth=simulated.depth,
-            max_gamma=largest,
-            ax=ax,
-        )
-    plot_phase_slices(simulated, ax=slices)
-    return fig, [surface, colours, slices]
+    fig = Figure(figsize=(10, 4.5), layout="constrained")
+    left, right = fig.subplots(1, 2)
+    plot_phase_map(
+        simulated.mode,
+        simulated.sigma,
+        depth=simulated.depth,
+        max_gamma=1.1 * simulated.gamma.max().item(),
+        ax=left,
+    )
+    plot_phase_slices(simulated, ax=right)
+    return fig, [left, right]
 
 
 def _title(mode: Mode, sigma: float) -> str:

@@ -228,8 +228,7 @@ def plot_task_map(
 ) -> "tuple[Figure, Axes]":
     """Draw tasks as points of a plane whose distances come near their symmetric distances.
 
-    The area of a point goes with the logarithm of the embedding's norm; the title says how much of the distances'
-    spread the plane shows.
+    The title says how much of the distances' spread the plane shows.
 
     Args:
         embeddings: Of one network.
@@ -240,10 +239,7 @@ def plot_task_map(
     """
     fig, ax = figure_and_axes(ax, size=(6, 4))
     points, share = task_map(embeddings)
-    logs = torch.tensor([embedding.norm for embedding in embeddings]).log()
-    heights = (logs - logs.min()) / (logs.max() - logs.min())
-    areas = 30 + 150 * heights.nan_to_num(0.5)  # not a number where all are alike, or one is 0
-    _scatter(ax, embeddings, points.tolist(), areas.tolist())
+    _scatter(ax, embeddings, points.tolist())
     ax.set_title(f"tasks by their Fisher information ({share:.0%} of the spread)", fontsize=10)
     ax.set_aspect("equal", adjustable="datalim")
     ax.margins(0.2)
@@ -270,7 +266,7 @@ def plot_difficulty(
         raise ValueError("`embeddings` must have a test error, got none that has.")
     fig, ax = figure_and_axes(ax, size=(6, 4), frame=False)
     places = [(embedding.norm, 100 * embedding.test_error) for embedding in tested]
-    _scatter(ax, tested, places, [40.0] * len(tested))
+    _scatter(ax, tested, places)
     ax.set(xscale="log", xlabel="norm of the embedding", ylabel="test error of the head (%)")
     ax.margins(0.15)
     return fig, ax
@@ -347,16 +343,13 @@ def _scatter(
     ax: "Axes",
     embeddings: Sequence[TaskEmbedding],
     places: Sequence[Sequence[float]],
-    areas: Sequence[float],
 ) -> None:
     """Draw a point per task, named in the legend: names at the points would overlap for similar tasks."""
     from matplotlib import colormaps
 
-    for i, (embedding, place, area) in enumerate(zip(embeddings, places, areas, strict=True)):
+    for i, (embedding, place) in enumerate(zip(embeddings, places, strict=True)):
         name = embedding.name
         label = name if len(name) <= 30 else f"…{name[-29:]}"  # paths leave room for the picture
         color = colormaps["tab20"](i % 20)
-        ax.scatter(*place, s=area, color=color, alpha=0.9, label=label)
-    legend = ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    for handle in legend.legend_handles:
-        handle.set_sizes([40])  # type: ignore[union-attr]
+        ax.scatter(*place, s=40, color=color, alpha=0.9, label=label)
+    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))

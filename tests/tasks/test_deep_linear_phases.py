@@ -7,6 +7,7 @@ import torch
 
 from lightning_taskinfo.tasks.deep_linear import (
     plot_phase_map,
+    plot_phase_overview,
     plot_phase_slices,
     simulate_phase_diagram,
     simulate_transfer,
@@ -88,14 +89,10 @@ def test_slices_have_points_errors_and_lines(simulated):
         )
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_surface_is_clipped_and_needs_no_pyplot(mode):
-    from matplotlib.figure import Figure
-
-    fig, ax = plot_phase_map(mode, 0.2, ax=Figure().add_subplot(projection="3d"))
-    assert not ax.lines
-    assert len(ax.collections) == 1
-    assert max(abs(limit) for limit in ax.get_zlim()) < 1.2
+def test_the_overview_has_map_and_slices_over_one_range_and_needs_no_pyplot(simulated):
+    fig, (left, right) = plot_phase_overview(simulated)
+    assert left.get_xlim() == right.get_xlim() == (0, pytest.approx(1.1 * GAMMAS.max().item()))
+    assert len(right.containers) == len(ANGLES)
     assert (
         fig.canvas.manager is None
     )  # pyplot, which would keep the figure for good, does not know it
