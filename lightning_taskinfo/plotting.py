@@ -60,17 +60,13 @@ def plot_curves(
         names = [name for name in keys if name != x]
     fig, ax = figure_and_axes(ax, frame=False)
     for name in names:
-        points = []
-        for row in rows:
-            point = (row.get(x, math.nan), row.get(name, math.nan))
-            if not any(map(math.isnan, point)):
-                points.append(point)
+        pairs = [(row.get(x, math.nan), row.get(name, math.nan)) for row in rows]
+        points = [pair for pair in pairs if not any(map(math.isnan, pair))]
         if not points:
             raise ValueError(f"`names` must have been measured together with {x!r}, got {name!r}.")
         marker = "." if len(points) < 50 else ""
         ax.plot(*zip(*points, strict=True), marker=marker, label=name)
-    ax.set_xlabel(x)
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel=x, ylabel=ylabel)
     ax.legend(frameon=False)
     return fig, ax
 
@@ -164,8 +160,7 @@ def plot_ranking(
     fig, ax = figure_and_axes(ax, frame=False)
     ranks = range(1, len(scores) + 1)
     ax.plot(ranks, scores, color="0.6", label="all samples")
-    first = f"first {min(k, len(scores))}"
-    ax.plot(ranks[:k], scores[:k], color="C3", linewidth=3, label=first)
+    ax.plot(ranks[:k], scores[:k], color="C3", linewidth=3, label=f"first {len(ranks[:k])}")
     ax.set(xlabel="rank of the sample", ylabel=ylabel)
     ax.legend(frameon=False)
     return fig, ax

@@ -357,7 +357,13 @@ def structure_function(
     betas = tuple(sorted({float(beta) for beta in betas}, reverse=True))
     inputs, targets = read_pair(data)
     model = build(model_fn, seed)
-    fit = Fit(model, inputs, targets, as_likelihood(likelihood), training or Training())
+    fit = Fit(
+        model,
+        inputs,
+        targets,
+        as_likelihood(likelihood),
+        training or Training(),
+    )
     fit.check()
     start = weights_now(model)
     centre = prior_means(prior_center, start)

@@ -166,7 +166,15 @@ class DistanceMatrix(Tabled):
         for i, j in product(tasks, repeat=2):
             text = self._cell(i, j).replace(" ± ", "\n±")
             color = "white" if self.mean[i, j] > middle else "black"
-            ax.text(j, i, text, ha="center", va="center", color=color, fontsize=8)
+            ax.text(
+                j,
+                i,
+                text,
+                ha="center",
+                va="center",
+                color=color,
+                fontsize=8,
+            )
         ax.set_xticks(tasks, self.names, rotation=30, ha="right")
         ax.set_yticks(tasks, self.names)
         ax.set(xlabel="to: the task that is added", ylabel="from: the task that is known")
@@ -400,6 +408,22 @@ def task_distance(
             workers=workers,
             on_done=lambda name, _: tell(next(numbers), len(jobs), name),
         )
+    return DistanceMatrix(
+        tuple(tasks),
+        method,
+        beta,
+        tuple(sizes),
+        tuple(seeds),
+        *_measured(found, sizes, seeds),
+    )
+
+
+def _measured(
+    found: Mapping[str, Numbers],
+    sizes: list[int],
+    seeds: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Distances, information in new heads, and in each task alone, from that in the parts of all trainings."""
     S, K = len(seeds), len(sizes)
     distances, new_head = torch.zeros(2, S, K, K, dtype=torch.float64)
     information = torch.zeros(S, K, dtype=torch.float64)
@@ -410,16 +434,7 @@ def task_distance(
         both = found[_name(seed, parts)]
         new_head[s, i, j] = both[f"head_{1 - known}"]
         distances[s, i, j] = both["trunk"] + both[f"head_{known}"] - information[s, i]
-    return DistanceMatrix(
-        tuple(tasks),
-        method,
-        beta,
-        tuple(sizes),
-        tuple(seeds),
-        distances,
-        new_head,
-        information,
-    )
+    return distances, new_head, information
 
 
 def _configuration(settings: Union, names: Iterable[str], data: Sequence[Pair]) -> dict[str, Any]:
@@ -465,7 +480,12 @@ def solve(union: Union) -> Numbers:
     return kl
 
 
-def _variational(union: Union, fit: Fit, centre: ParamDict, weights: Numbers) -> ParamDict:
+def _variational(
+    union: Union,
+    fit: Fit,
+    centre: ParamDict,
+    weights: Numbers,
+) -> ParamDict:
     """Nats in noisy weights, trained from where the plain ones are."""
     fit.add_noise(centre, union.prior_std, seed_from(union.seed, 3))
 
@@ -480,7 +500,12 @@ def _variational(union: Union, fit: Fit, centre: ParamDict, weights: Numbers) ->
     return kl()
 
 
-def _laplace(union: Union, fit: Fit, centre: ParamDict, weights: Numbers) -> ParamDict:
+def _laplace(
+    union: Union,
+    fit: Fit,
+    centre: ParamDict,
+    weights: Numbers,
+) -> ParamDict:
     """The closed form around the trained weights, with the diagonal of the Fisher information as curvature."""
     F = fisher_diagonal(
         fit.model,
