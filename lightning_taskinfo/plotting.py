@@ -23,6 +23,7 @@ __all__ = [
 
 
 Drawn: TypeAlias = "tuple[Figure, Axes]"
+Given: TypeAlias = "Axes | None"  # axes to draw on, or a new figure
 
 
 def plot_curves(
@@ -31,7 +32,7 @@ def plot_curves(
     *,
     x: str = "step",
     ylabel: str = "",
-    ax: "Axes | None" = None,
+    ax: Given = None,
 ) -> Drawn:
     """Draw measurements over the course of a training, one line per name.
 
@@ -77,7 +78,7 @@ def plot_pareto(
     *,
     delta: float = 0.04,
     chance: float = 0.5,
-    ax: "Axes | None" = None,
+    ax: Given = None,
 ) -> Drawn:
     """Draw the accuracy of stochastic networks against their complexity, one line per structure of the curvature.
 
@@ -139,7 +140,7 @@ def plot_ranking(
     *,
     k: int = 50,
     ylabel: str = "",
-    ax: "Axes | None" = None,
+    ax: Given = None,
 ) -> Drawn:
     """Draw the scores of samples by rank, with the first ``k`` marked.
 
@@ -170,7 +171,7 @@ def plot_bars(
     values: Mapping[str, float],
     *,
     xlabel: str,
-    ax: "Axes | None" = None,
+    ax: Given = None,
 ) -> Drawn:
     """Draw one horizontal bar for each value, with the number beside it.
 
@@ -203,7 +204,7 @@ def plot_intervals(
     high: Sequence[float],
     *,
     xlabel: str,
-    ax: "Axes | None" = None,
+    ax: Given = None,
 ) -> Drawn:
     """Draw one point with its interval for each name; what is not finite is left out.
 

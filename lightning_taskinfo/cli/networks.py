@@ -152,7 +152,7 @@ def _check_size(model: nn.Module, arguments: Mapping[str, Any], inputs: Any) -> 
         named["example_input_array"] = example.shape[1:]
     found = tuple(inputs.shape[-2:])
     for source in SHAPES:
-        shape = named.get(source)
+        shape: Any = named.get(source)
         if isinstance(shape, int) and source in ("image_size", "img_size"):
             shape = (shape, shape)
         known = isinstance(shape, list | tuple) and len(shape) in (2, 3)

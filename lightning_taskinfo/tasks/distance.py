@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, count, permutations, product
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -32,13 +32,9 @@ from lightning_taskinfo.certificates.samples import Data, read_pair
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
-from lightning_taskinfo.plotting import figure_and_axes
+from lightning_taskinfo.plotting import Drawn, Given, figure_and_axes
 from lightning_taskinfo.tasks.training import Fit, ModelFn, Numbers, Training, build
 from lightning_taskinfo.variational import noisy_weights, prior_means
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 HeadFn: TypeAlias = Callable[[int, int], nn.Module]
 Method: TypeAlias = Literal["variational", "laplace"]
@@ -148,7 +144,7 @@ class DistanceMatrix(Tabled):
                 values[name] = value.tolist()
         return values
 
-    def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+    def plot(self, ax: Given = None) -> Drawn:
         """Draw the mean distances as colours with numbers and standard errors.
 
         Args:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,7 @@ from lightning_taskinfo.functional.task_embedding import (
     classical_scaling,
     embedding_distance,
 )
-from lightning_taskinfo.plotting import figure_and_axes, plot_bars
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from lightning_taskinfo.plotting import Drawn, Given, figure_and_axes, plot_bars
 
 ALPHA = 0.15
 
@@ -92,7 +88,7 @@ class TaskEmbedding(Tabled):
         cells = [[layer, f"{size}", f"{norm:.3g}"] for size, (layer, norm) in rows]
         return ["layer", "filters", "norm"], cells
 
-    def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+    def plot(self, ax: Given = None) -> Drawn:
         """Draw the norm of each layer; ``plot_map`` and others draw several tasks.
 
         Args:
@@ -224,8 +220,10 @@ def task_map(embeddings: Sequence[TaskEmbedding]) -> PlanarMap:
 
 
 def plot_task_map(
-    embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = None
-) -> "tuple[Figure, Axes]":
+    embeddings: Sequence[TaskEmbedding],
+    *,
+    ax: Given = None,
+) -> Drawn:
     """Draw tasks as points of a plane whose distances come near their symmetric distances.
 
     The title says how much of the distances' spread the plane shows.
@@ -247,8 +245,10 @@ def plot_task_map(
 
 
 def plot_difficulty(
-    embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = None
-) -> "tuple[Figure, Axes]":
+    embeddings: Sequence[TaskEmbedding],
+    *,
+    ax: Given = None,
+) -> Drawn:
     """Draw the test error of each task's fitted head against the norm of its embedding.
 
     Args:
@@ -340,7 +340,7 @@ def log_embeddings(
 
 
 def _scatter(
-    ax: "Axes",
+    ax: Any,
     embeddings: Sequence[TaskEmbedding],
     places: Sequence[Sequence[float]],
 ) -> None:

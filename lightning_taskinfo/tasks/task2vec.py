@@ -218,8 +218,6 @@ class Task2Vec:
 
     def _pick(self, n: int) -> Tensor:
         """Return which samples go into the Fisher information."""
-        if n <= self.max_samples:
-            return torch.arange(n)
         order = torch.randperm(n, generator=Generator().manual_seed(self.seed))
         return order[: self.max_samples].sort().values
 

@@ -187,6 +187,13 @@ def test_refuses_a_head_whose_outputs_are_not_the_logits(classes):
         )
 
 
+def test_log_probabilities_are_logits_too():
+    """A layer behind the head that shifts all logits of a sample changes nothing."""
+    plain, shifted = conv_network(), nn.Sequential(*conv_network(), nn.LogSoftmax(-1))
+    first, second = (Task2Vec(net).embed(task(n=60), name="a") for net in (plain, shifted))
+    torch.testing.assert_close(first.vector, second.vector)
+
+
 def test_a_whole_module_may_be_the_head():
     network = conv_network()
     network = nn.ModuleDict({"trunk": network[:6], "mlp": network[6:]})
