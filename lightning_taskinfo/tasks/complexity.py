@@ -173,13 +173,9 @@ class StructureFunction(Tabled):
 
     def table(self) -> tuple[list[str], list[list[float]]]:
         """Return column names and one row for each β."""
-        names = ["betas", "kl", "loss", "loss_error", "objective"]
-        rows = []
-        for beta, kl, loss, error, objective in zip(
-            *(getattr(self, n) for n in names), strict=True
-        ):
-            rows.append([beta, kl, loss, error, objective, loss / self.samples])
-        return ["beta", *names[1:], "mean_loss"], rows
+        columns = ["beta", "kl", "loss", "loss_error", "objective", "mean_loss"]
+        rows = zip(self.betas, self.kl, self.loss, self.loss_error, self.objective, strict=True)
+        return columns, [[*row, row[2] / self.samples] for row in rows]
 
     def reading(self) -> str:
         """Return one sentence on what the sweep found."""
@@ -411,8 +407,7 @@ def _label_entropy(fit: Fit) -> float | None:
     if not isinstance(fit.likelihood, Categorical):
         return None
     counts = fit.targets.unique(return_counts=True)[1]
-    share = counts.double() / fit.targets.numel()
-    return float(-(share * share.log()).sum())
+    return torch.special.entr(counts.double() / fit.targets.numel()).sum().item()
 
 
 def _begin(fit: Fit, start: ParamDict, centre: ParamDict, seed: int) -> Numbers:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import islice, product
 from typing import Any, TypeAlias
 
 import torch
@@ -177,29 +177,21 @@ class Fit:
                 optimizer.step()
                 scheduler.step()
 
+    @torch.no_grad()
     def expected_loss(self) -> Numbers:
         r"""Estimate ``loss``, the expected **sum** :math:`E_Q[L_D]`, and its Monte-Carlo standard error.
 
         Every chunk of samples sees a network of its own, which is as unbiased as one network for
         all, and varies less.
         """
-        draws = self.training.draws
-        with sampling(self.model):
-            drawn = [self.loss() for _ in range(draws)]
-        sums = torch.tensor(drawn, dtype=torch.float64)
-        error = sums.std() / math.sqrt(draws)
-        return {"loss": sums.mean().item(), "loss_error": error.item()}
-
-    @torch.no_grad()
-    def loss(self) -> float:
-        """Return the sum of the loss of the network as it is, in eval mode."""
-        self.model.eval()
         size = self.training.chunk_size
-        sums = []
-        for start in range(0, len(self.targets), size):
-            losses = self.losses(slice(start, start + size))
-            sums.append(losses.double().sum())
-        return torch.stack(sums).sum().item()
+        sums = torch.zeros(self.training.draws, dtype=torch.float64)
+        self.model.eval()
+        with sampling(self.model):
+            for draw, start in product(range(len(sums)), range(0, len(self.targets), size)):
+                sums[draw] += self.losses(slice(start, start + size)).double().sum()
+        error = sums.std() / math.sqrt(len(sums))
+        return {"loss": sums.mean().item(), "loss_error": error.item()}
 
 
 def _batches(n: int, batch_size: int, generator: Generator) -> Iterator[Tensor]:
