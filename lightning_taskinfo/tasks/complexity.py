@@ -268,7 +268,12 @@ def plot_structure_functions(
         N = curve.samples
         t, e, error = torch.tensor(curve._points()).T  # the prior's first
         left.errorbar(
-            curve.betas, e[1:] / N, error[1:] / N, fmt=".-", color=color, label=curve.name
+            curve.betas,
+            e[1:] / N,
+            error[1:] / N,
+            fmt=".-",
+            color=color,
+            label=curve.name,
         )
         right.errorbar(t, e / N, error / N, fmt=".", color=color)
         t, e = torch.tensor(curve.hull()).T

@@ -352,4 +352,9 @@ def _scatter(
         label = name if len(name) <= 30 else f"…{name[-29:]}"  # paths leave room for the picture
         color = colormaps["tab20"](i % 20)
         ax.scatter(*place, s=40, color=color, alpha=0.9, label=label)
-    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    ax.legend(
+        fontsize=8,
+        frameon=False,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+    )
