@@ -15,7 +15,9 @@ from matplotlib.figure import Figure
 
 from lightning_taskinfo.functional.deep_linear import (
     fine_tuning_boundary,
+    fine_tuning_risk_noiseless,
     negative_transfer_interval,
+    scratch_risk,
 )
 from lightning_taskinfo.tasks import plot_phase_map, plot_phase_slices, simulate_phase_diagram
 
@@ -47,6 +49,7 @@ print(
 # %% Simulate, and draw everything in one figure
 theta = torch.linspace(0, torch.pi / 2, 4, dtype=torch.float64)
 gamma = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9, 1.25, 1.5, 2.0], dtype=torch.float64)
+fine = torch.linspace(0.01, 2.2, 400, dtype=torch.float64)
 fig = Figure(figsize=(14, 8), layout="constrained")
 axes = fig.subplots(2, 3)
 for mode, row in zip(("linear", "fine_tune"), axes, strict=True):
@@ -54,8 +57,12 @@ for mode, row in zip(("linear", "fine_tune"), axes, strict=True):
     plot_phase_map(mode, 0.3, ax=row[1])
     generator = torch.Generator().manual_seed(0)
     simulated = simulate_phase_diagram(mode, theta, gamma, 0.3, **size, generator=generator)
-    plot_phase_slices(simulated, printed=True, ax=row[2])
-    if mode == "linear":
+    plot_phase_slices(simulated, ax=row[2])
+    if mode == "fine_tune":  # dashed: the formula as it is printed, which holds without noise only
+        for angle in theta:
+            printed = scratch_risk(fine, 0.3) - fine_tuning_risk_noiseless(angle, fine, 0.3)
+            row[2].plot(fine, printed, "k--", linewidth=0.6)
+    else:
         row[2].set_ylim(
             -1.1, 1.1
         )  # the points near n = d, where scratch training diverges, leave the picture

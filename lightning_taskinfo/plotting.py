@@ -23,6 +23,7 @@ __all__ = [
 
 
 Drawn: TypeAlias = "tuple[Figure, Axes]"
+Given: TypeAlias = "Axes | None"  # axes to draw on, or a new figure
 
 
 def plot_curves(
@@ -31,7 +32,7 @@ def plot_curves(
     *,
     x: str = "step",
     ylabel: str = "",
-    ax: "Axes | None" = None,
+    ax: Given = None,
 ) -> Drawn:
     """Draw measurements over the course of a training, one line per name.
 
@@ -60,17 +61,13 @@ def plot_curves(
         names = [name for name in keys if name != x]
     fig, ax = figure_and_axes(ax, frame=False)
     for name in names:
-        points = []
-        for row in rows:
-            point = (row.get(x, math.nan), row.get(name, math.nan))
-            if not any(map(math.isnan, point)):
-                points.append(point)
+        pairs = [(row.get(x, math.nan), row.get(name, math.nan)) for row in rows]
+        points = [pair for pair in pairs if not any(map(math.isnan, pair))]
         if not points:
             raise ValueError(f"`names` must have been measured together with {x!r}, got {name!r}.")
         marker = "." if len(points) < 50 else ""
         ax.plot(*zip(*points, strict=True), marker=marker, label=name)
-    ax.set_xlabel(x)
-    ax.set_ylabel(ylabel)
+    ax.set(xlabel=x, ylabel=ylabel)
     ax.legend(frameon=False)
     return fig, ax
 
@@ -81,7 +78,7 @@ def plot_pareto(
     *,
     delta: float = 0.04,
     chance: float = 0.5,
-    ax: "Axes | None" = None,
+    ax: Given = None,
 ) -> Drawn:
     """Draw the accuracy of stochastic networks against their complexity, one line per structure of the curvature.
 
@@ -143,7 +140,7 @@ def plot_ranking(
     *,
     k: int = 50,
     ylabel: str = "",
-    ax: "Axes | None" = None,
+    ax: Given = None,
 ) -> Drawn:
     """Draw the scores of samples by rank, with the first ``k`` marked.
 
@@ -164,8 +161,7 @@ def plot_ranking(
     fig, ax = figure_and_axes(ax, frame=False)
     ranks = range(1, len(scores) + 1)
     ax.plot(ranks, scores, color="0.6", label="all samples")
-    first = f"first {min(k, len(scores))}"
-    ax.plot(ranks[:k], scores[:k], color="C3", linewidth=3, label=first)
+    ax.plot(ranks[:k], scores[:k], color="C3", linewidth=3, label=f"first {len(ranks[:k])}")
     ax.set(xlabel="rank of the sample", ylabel=ylabel)
     ax.legend(frameon=False)
     return fig, ax
@@ -175,7 +171,7 @@ def plot_bars(
     values: Mapping[str, float],
     *,
     xlabel: str,
-    ax: "Axes | None" = None,
+    ax: Given = None,
 ) -> Drawn:
     """Draw one horizontal bar for each value, with the number beside it.
 
@@ -208,7 +204,7 @@ def plot_intervals(
     high: Sequence[float],
     *,
     xlabel: str,
-    ax: "Axes | None" = None,
+    ax: Given = None,
 ) -> Drawn:
     """Draw one point with its interval for each name; what is not finite is left out.
 
@@ -288,7 +284,7 @@ def figure_and_axes(
     return ax.figure, ax
 
 
-def check_picture(argument: str, path: Path) -> None:
+def check_picture(argument: str, path: Path | None) -> None:
     """Raise a ``ValueError`` for a file that no picture is written to, before the work that it would show."""
-    if path.suffix not in (".png", ".pdf", ".svg"):
+    if path is not None and path.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"`{argument}` must end in .png, .pdf or .svg, got {path}.")

@@ -44,6 +44,7 @@ SUBJECTS = {  # test of several modules -> what it is about
     "test_evidence.py": "documentation",
     "test_evidence_page.py": "documentation",
     "test_evidence_scripts.py": "what the experiments compute",
+    "test_evidence_students.py": "a simulation of the experiments",
     "test_examples.py": "examples",
     "test_import.py": "the package as it is imported",
     "test_layer_names.py": "names of layers, wherever they are told",

@@ -246,9 +246,9 @@ def test_tasks():
         **curve, prior_loss=10.0, prior_loss_error=0.5, samples=5, label_entropy=2.0
     ).log(run)
     per_seed, alone = torch.arange(8.0).view(2, 2, 2), torch.ones(2, 2)
-    DistanceMatrix(
-        ("a", "b:odd"), "laplace", 1.0, (8, 8), (0, 1), per_seed, per_seed, alone, alone
-    ).log(run)
+    DistanceMatrix(("a", "b:odd"), "laplace", 1.0, (8, 8), (0, 1), per_seed, per_seed, alone).log(
+        run
+    )
     about = {
         "layers": ("0",),
         "sizes": (2,),

@@ -49,6 +49,14 @@ from intervals import Interval, bootstrap_interval, holm, mean_interval, shown, 
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 from scipy.stats import norm
+from students import (
+    ReLUNetworks,
+    fit_last_layer,
+    random_networks,
+    simulate_student_teacher,
+    squared_distance,
+    train_networks,
+)
 from torch import Generator, Tensor
 from units import BENCHMARKS, Experiment, Row, main
 
@@ -61,14 +69,6 @@ from lightning_taskinfo.functional.features import (
 )
 from lightning_taskinfo.functional.intervals import wilson_interval
 from lightning_taskinfo.tasks.deep_linear import simulate_transfer
-from lightning_taskinfo.tasks.student_teacher import (
-    ReLUNetworks,
-    fit_last_layer,
-    random_networks,
-    simulate_student_teacher,
-    squared_distance,
-    train_networks,
-)
 
 ANGLES = [0.0, 30.0, 60.0, 85.0]
 RIDGES = [0.0, 0.01, 0.1, 1.0]

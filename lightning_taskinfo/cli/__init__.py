@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 COMMANDS = {  # its module, and the first sentence of its docstring
     "certify": (
-        "certify",
+        "networks",
         "Bound the true error of a trained network, and of its stochastic version; nothing is retrained.",
     ),
     "complexity": (
@@ -29,14 +29,14 @@ COMMANDS = {  # its module, and the first sentence of its docstring
     ),
     "phase-diagram": (
         "tasks",
-        "Draw when transfer hurts a deep linear network: surface, signed map, and slices with simulated points.",
+        "Draw when transfer hurts a deep linear network: a signed map, and slices with simulated points.",
     ),
     "rank": (
-        "starts",
+        "networks",
         "Rank checkpoints as starts for a target by linear read-outs of their frozen features; nothing is trained.",
     ),
     "transfer": (
-        "starts",
+        "networks",
         "Train on a few target labels from every start and from scratch, and report which start helps.",
     ),
 }

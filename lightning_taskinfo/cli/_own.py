@@ -181,24 +181,20 @@ def named_tasks(tasks: Tasks | None, data: Data | None, default: Sequence[str]) 
         ValueError: If there is none, or two have one name.
     """
     if tasks is None:
-        tasks = [] if data is not None else [*default]
-    if isinstance(tasks, str):
-        tasks = [tasks]
-    pairs: list[tuple[str, Data]] = []
-    unnamed = [] if data is None else [data]
-    if isinstance(tasks, dict):
-        pairs += tasks.items()
-    else:
-        unnamed = [*tasks, *unnamed]
-    for one in unnamed:
-        name = one if isinstance(one, str) else type(one).__name__
-        pairs.append((name, one))
-    names = [name for name, _ in pairs]
-    if not names or len(set(names)) < len(names):
+        tasks = [*default] if data is None else []
+    named = tasks if isinstance(tasks, dict) else {}
+    several = [tasks] if isinstance(tasks, str) else [*tasks]
+    unnamed: list[Data] = [] if named else several
+    if data is not None:
+        unnamed.append(data)
+    names = [one if isinstance(one, str) else type(one).__name__ for one in unnamed]
+    found = {**named, **dict(zip(names, unnamed, strict=True))}
+    if not found or len(found) < len(named) + len(names):
         raise ValueError(
-            f"`tasks` must be at least one, with different names, got {names}; names are given as {{a: …, b: …}}."
+            f"`tasks` must be at least one, with different names, got {[*named, *names]}; names are given as "
+            "{a: …, b: …}."
         )
-    return dict(pairs)
+    return found
 
 
 def prepared(
@@ -229,12 +225,3 @@ def draw(path: Path, drawn: tuple[Any, Any]) -> None:
     """Write the figure of ``(figure, axes)``, whose format is the suffix of the file."""
     with atomic_write(path) as file:
         drawn[0].savefig(file, format=path.suffix[1:], dpi=150)
-
-
-def log_to(project: str | None, config: dict[str, Any], log: Callable[[Any], None]) -> None:
-    """Give ``log`` a run in this project of Weights & Biases, if one is named."""
-    if project:
-        import wandb
-
-        with wandb.init(project=project, config=config) as run:
-            log(run)

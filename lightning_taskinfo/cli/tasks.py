@@ -18,7 +18,6 @@ from lightning_taskinfo.cli._own import (
     Tasks,
     draw,
     has_part,
-    log_to,
     named_tasks,
     prepared,
     read_part,
@@ -29,7 +28,6 @@ from lightning_taskinfo.plotting import check_picture
 from lightning_taskinfo.tasks import (
     Task2Vec,
     embedding_distances,
-    log_embeddings,
     network_for,
     plot_difficulty,
     plot_phase_overview,
@@ -46,6 +44,14 @@ from lightning_taskinfo.tasks.deep_linear import Mode
 from lightning_taskinfo.tasks.embedding import ALPHA, embedding_rows
 
 TWO = ("digits", "digits:random-labels")
+COLUMNS = {  # of the table of embeddings, and their format
+    "task": "",
+    "classes": "",
+    "norm": ".4g",
+    "test_error": ".4f",
+    "nearest_source": "",
+    "distance": ".4f",
+}
 FIVE = ("digits", "digits:even-odd", "digits:small-large", "digits:inverted", "letters")
 
 
@@ -96,12 +102,19 @@ def complexity(
         inside = folder / re.sub("[:/]", "_", name)
         curve = structure_function(network, task.data, name=name, folder=inside, **options)
         curves.append(curve)
-    picture = folder / "complexity.png"
-    draw(picture, plot_structure_functions(curves))
-    numbers = folder / "complexity.json"
-    write_json(numbers, [curve.to_dict() for curve in curves])
+    numbers = [curve.to_dict() for curve in curves]
+    files = _written(folder, "complexity", plot_structure_functions(curves), numbers)
     tables = [f"{curve.name}, {curve.samples} samples\n{curve}\n" for curve in curves]
-    return "\n".join([*tables, str(picture), str(numbers)])
+    return "\n".join([*tables, files])
+
+
+def _written(folder: Path, name: str, drawn: tuple[Any, Any], numbers: Any) -> str:
+    """Write figure and numbers, and return where they are."""
+    picture = folder / f"{name}.png"
+    draw(picture, drawn)
+    file = folder / f"{name}.json"
+    write_json(file, numbers)
+    return f"{picture}\n{file}"
 
 
 def distance(
@@ -165,11 +178,8 @@ def distance(
         folder=folder / options["method"],
         **options,
     )
-    picture = folder / "distance.png"
-    draw(picture, matrix.plot())
-    numbers = folder / "distance.json"
-    write_json(numbers, matrix.to_dict())
-    return f"{matrix}\n{picture}\n{numbers}"
+    files = _written(folder, "distance", matrix.plot(), matrix.to_dict())
+    return f"{matrix}\n{files}"
 
 
 def embed(
@@ -179,7 +189,6 @@ def embed(
     checkpoint: Path | None = None,
     folder: Path = Path("embeddings"),
     alpha: float = ALPHA,
-    project: str | None = None,
     **options: Any,
 ) -> str:
     """Embed tasks by the Fisher information of a network, draw them on a map, and name the nearest source of each.
@@ -197,10 +206,9 @@ def embed(
             arguments follow, ``--model.width 64``. A small network trained on digits and letters
             where not given.
         checkpoint: Its weights. Those kept in it are the defaults of the model's arguments.
-        folder: Folder of the results: embeddings.json, an npz file per task, task_map.png and, where
-            a task has test samples, difficulty.png.
+        folder: Folder of the results: embeddings.json, a file task_<name>.json with the embedding of
+            each task, task_map.png and, where a task has test samples, difficulty.png.
         alpha: How much the complexity of a source speaks for it; 0 for the symmetric distance.
-        project: Also log figures and tables to this project of Weights & Biases.
         **options: Arguments of :class:`lightning_taskinfo.Task2Vec`.
 
     Returns:
@@ -221,21 +229,14 @@ def embed(
         embeddings = [embedder.embed(name=name, **loaded[name]) for name in turns]
     rows = embedding_rows(embeddings, alpha=alpha)
     make_folder(folder)
-    tasks_with_vectors = []
-    for row, embedding in zip(rows, embeddings, strict=True):
+    for embedding in embeddings:
         name = re.sub(r"[^A-Za-z0-9.+-]", "_", embedding.name)
-        embedding.save(folder / f"{name}.npz")
-        vector = {
-            "vector": embedding.vector.tolist(),
-            "layers": dict(zip(embedding.layers, embedding.sizes, strict=True)),
-            "layer_norms": embedding.layer_norms,
-        }
-        tasks_with_vectors.append(row | vector)
+        embedding.save(folder / f"task_{name}.json")
     numbers = {
-        "probe": embedder.fingerprint,
+        "network": embedder.fingerprint,
         "labels": embedder.labels,
         "alpha": alpha,
-        "tasks": tasks_with_vectors,
+        "tasks": rows,
         "symmetric_distances": embedding_distances(embeddings).tolist(),
         "distances_from_row_to_column": embedding_distances(embeddings, alpha=alpha).tolist(),
     }
@@ -243,21 +244,11 @@ def embed(
     draw(folder / "task_map.png", plot_task_map(embeddings))
     if not all(math.isnan(embedding.test_error) for embedding in embeddings):
         draw(folder / "difficulty.png", plot_difficulty(embeddings))
-    config = {"tasks": list(loaded), "alpha": alpha}
-    log_to(project, config, lambda run: log_embeddings(run, embeddings, alpha=alpha))
     cells = []
     for row in rows:
-        cells.append(
-            [
-                row["task"],
-                str(row["classes"]),
-                f"{row['norm']:.4g}",
-                f"{row['test_error']:.4f}",
-                row.get("nearest_source", "(no other)"),
-                f"{row.get('distance', math.nan):.4f}",
-            ]
-        )
-    columns = ["task", "classes", "norm", "test error", "nearest source", "distance"]
+        shown_row = {"nearest_source": "(no other)", "distance": math.nan, **row}
+        cells.append([format(shown_row[key], form) for key, form in COLUMNS.items()])
+    columns = [key.replace("_", " ") for key in COLUMNS]
     return f"{text_table(columns, cells)}\n{folder}"
 
 
@@ -278,7 +269,7 @@ def phase_diagram(
     seed: int = 0,
     **options: Any,
 ) -> str:
-    """Draw when transfer hurts a deep linear network: surface, signed map, and slices with simulated points.
+    """Draw when transfer hurts a deep linear network: a signed map, and slices with simulated points.
 
     Args:
         mode: What is transferred: the features under a new last layer, or all layers.
@@ -308,10 +299,9 @@ def phase_diagram(
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     draw(out, plot_phase_overview(simulated))
+    gains = torch.stack([simulated.mean, simulated.standard_error, simulated.theory], -1)
     rows = []
-    for a, theta in enumerate(simulated.theta.rad2deg().tolist()):
-        for g, gamma in enumerate(simulated.gamma.tolist()):
-            gains = (simulated.mean, simulated.standard_error, simulated.theory)
-            found = [f"{gain[a, g]:.4f}" for gain in gains]
-            rows.append([f"{theta:.1f}", f"{gamma:.3f}", *found])
+    for theta, angle in zip(simulated.theta.rad2deg().tolist(), gains.tolist(), strict=True):
+        for gamma, found in zip(gammas, angle, strict=True):
+            rows.append([f"{theta:.1f}", f"{gamma:.3f}", *(f"{gain:.4f}" for gain in found)])
     return f"{text_table(['theta_deg', 'gamma', 'gain', 'error', 'theory'], rows)}\n{out}"

@@ -358,15 +358,39 @@ def _layer_product(
     depth: int,
     dimension: int | None = None,
 ) -> Tensor:
-    """Product ``b^(L-1)`` of the norms of all layers but one after fine-tuning, for ``gamma < 1``.
+    """The :func:`layer_product` after fine-tuning, for ``gamma < 1``."""
+    unseen = (1 - gamma).clamp(min=0)
+    scratch = gamma.clamp(max=1) + _noise_risk(gamma, sigma, dimension)
+    return layer_product(scratch, unseen, depth)
 
-    ``x = b²`` is the only positive root of ``x^L - u·x^(L-1) - s``, with ``u`` the unseen part of
-    the pretrained first layer and ``s`` the squared norm of the scratch solution. Newton's method
-    from above falls to it.
+
+def layer_product(
+    scratch: Tensor,
+    unseen: Tensor,
+    depth: int,
+) -> Tensor:
+    r"""Product :math:`b^{L-1}` of the norms of all layers but one at the end of fine-tuning.
+
+    :math:`x = b^2` is the only positive root of :math:`x^L - u\,x^{L-1} - s`. Newton's method from above falls to it.
+
+    Args:
+        scratch: Squared norm :math:`s` of the scratch solution, any shape.
+        unseen: Squared norm :math:`u` of the part of the pretrained first layer that no sample sees, broadcastable
+            with ``scratch``.
+        depth: Number of layers :math:`L`.
+
+    Returns:
+        The product, in the broadcast shape.
+
+    Raises:
+        ValueError: If ``depth`` is below 1.
+
+    Example:
+        >>> layer_product(torch.tensor([0.5, 4.0]), torch.tensor([0.5, 0.0]), 2)
+        tensor([1.0000, 1.4142])
     """
     check_counts(depth=depth)
-    u = (1 - gamma).clamp(min=0)
-    s = gamma.clamp(max=1) + _noise_risk(gamma, sigma, dimension)
+    u, s = unseen, scratch
     x = u + s.pow(1 / depth)
     # Quadratic near the root; far from it a step shrinks the error by at least (L-1)/L.
     for _ in range(60):
@@ -386,8 +410,7 @@ def _ridge_moments(
     The trapezoidal rule in ``log q`` is accurate to rounding: the integrand is smooth and vanishes
     at both ends.
     """
-    finite = n.isfinite()
-    m = torch.where(finite, n, 3.0).double()
+    m = n.double().clamp(max=1e300)  # as good as infinitely many
     penalty = ridge.double()
     unit = torch.linspace(0, 1, 1001, dtype=torch.float64, device=n.device)
     unit = unit.reshape(-1, *[1] * n.dim())
@@ -402,5 +425,4 @@ def _ridge_moments(
     shrunk = (weight * (penalty / total).square()).sum(0)
     gain = (weight * q / total.square()).sum(0) / m
     gain = torch.where(penalty == 0, 1 / (m - 2), gain)
-    limit = (penalty / (1 + penalty)).square()
-    return torch.where(finite, shrunk, limit).to(n), torch.where(finite, gain, 0.0).to(n)
+    return shrunk.to(n), gain.to(n)

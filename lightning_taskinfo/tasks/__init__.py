@@ -12,7 +12,6 @@ from lightning_taskinfo.tasks.deep_linear import (
     plot_phase_map,
     plot_phase_overview,
     plot_phase_slices,
-    plot_phase_surface,
     simulate_phase_diagram,
     simulate_transfer,
     transferability,
@@ -36,7 +35,6 @@ from lightning_taskinfo.tasks.ready import (
     trunk_for,
     trunk_of,
 )
-from lightning_taskinfo.tasks.student_teacher import StudentTeacherRisks, simulate_student_teacher
 from lightning_taskinfo.tasks.task2vec import Task2Vec
 from lightning_taskinfo.tasks.training import Training
 
@@ -48,7 +46,6 @@ __all__ = [
     "Recommendation",
     "ReferenceNetwork",
     "StructureFunction",
-    "StudentTeacherRisks",
     "Task2Vec",
     "TaskEmbedding",
     "Training",
@@ -61,13 +58,11 @@ __all__ = [
     "plot_phase_map",
     "plot_phase_overview",
     "plot_phase_slices",
-    "plot_phase_surface",
     "plot_structure_functions",
     "plot_task_map",
     "prepare_task",
     "reference_network",
     "simulate_phase_diagram",
-    "simulate_student_teacher",
     "simulate_transfer",
     "structure_function",
     "task_distance",

@@ -14,7 +14,7 @@ from lightning_taskinfo._files import StrPath, claim_folder, digest, read_tensor
 from lightning_taskinfo._observe import ParamDict, weights_now
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._random import seed_from
-from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo._ranges import check_not_negative, check_positive, check_probability
 from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.certificates.samples import Data, read_pair
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BETAS = tuple(10 ** (2 - j / 2) for j in range(10))  # 100 … 0.003
+KEPT = "sweep.pt"  # the loss of the pre-distribution, the rows so far, and the network
 
 
 class Estimate(NamedTuple):
@@ -104,23 +105,22 @@ class StructureFunction(Tabled):
         Raises:
             ValueError: If ``beta`` is negative.
         """
-        if not beta >= 0:
-            raise ValueError(f"`beta` must not be negative, got {beta}.")
+        check_not_negative(beta=beta)
         return min(Estimate(e + beta * t, error) for t, e, error in self._points())
 
     def hull(self) -> tuple[tuple[float, float], ...]:
         """Return the corners ``(t, S)`` of the lower-left convex hull of all points, the prior's among them."""
-        corners: list[tuple[float, float]] = []
-        for t, e, _ in sorted(self._points()):
-            if corners and e >= corners[-1][1]:
-                continue
-            while len(corners) > 1:
-                (t0, e0), (t1, e1) = corners[-2:]
-                if (e1 - e0) / (t1 - t0) < (e - e1) / (t - t1):
-                    break
-                corners.pop()
-            corners.append((t, e))
-        return tuple(corners)
+        points = [(t, e) for t, e, _ in self._points()]
+        corners = [min(points)]
+        while True:
+            t0, e0 = corners[-1]
+            lower = [(t, e) for t, e in points if e < e0]
+            if not lower:
+                return tuple(corners)
+            # Where the loss falls fastest; of points on one line, the last.
+            corners.append(
+                min(lower, key=lambda point: ((point[1] - e0) / (point[0] - t0), point[1]))
+            )
 
     def slopes(self) -> tuple[Estimate, ...]:
         r"""Return minus the slope between neighbours of the sweep; a minimiser has it between two :math:`\beta`."""
@@ -156,15 +156,14 @@ class StructureFunction(Tabled):
             margin: Share of the label entropy that a classifier must gain to count as not constant.
 
         Returns:
-            The critical value; ``None`` where the sweep does not enclose it.
+            The critical value; ``None`` where the sweep does not enclose it, or labels are not classes.
 
         Raises:
-            ValueError: If the labels are not classes, or ``margin`` is not between 0 and 1.
+            ValueError: If ``margin`` is not between 0 and 1.
         """
+        check_probability(margin=margin)
         if self.label_entropy is None:
-            raise ValueError("`critical_beta` must have classes as labels, got a task without.")
-        if not 0 < margin < 1:
-            raise ValueError(f"`margin` must be between 0 and 1, got {margin}.")
+            return None
         threshold = (1 - margin) * self.label_entropy * self.samples
         for (above, high), (below, low) in pairwise(zip(self.betas, self.loss, strict=True)):
             if low < threshold <= high:
@@ -174,16 +173,9 @@ class StructureFunction(Tabled):
 
     def table(self) -> tuple[list[str], list[list[float]]]:
         """Return column names and one row for each β."""
-        columns = {
-            "beta": self.betas,
-            "kl": self.kl,
-            "loss": self.loss,
-            "loss_error": self.loss_error,
-            "objective": self.objective,
-            "mean_loss": [e / self.samples for e in self.loss],
-        }
-        rows = zip(*columns.values(), strict=True)
-        return list(columns), [list(row) for row in rows]
+        columns = ["beta", "kl", "loss", "loss_error", "objective", "mean_loss"]
+        rows = zip(self.betas, self.kl, self.loss, self.loss_error, self.objective, strict=True)
+        return columns, [[*row, row[2] / self.samples] for row in rows]
 
     def reading(self) -> str:
         """Return one sentence on what the sweep found."""
@@ -191,7 +183,7 @@ class StructureFunction(Tabled):
         length = f"{self.complexity(1.0).value:,.0f} nats"
         if self.label_entropy is not None:
             length += f", the labels alone {self.samples * self.label_entropy:,.0f}"
-        critical = self._critical_beta()
+        critical = self.critical_beta()
         if critical is None:
             return f"The shortest code found for the labels of {task} has {length}."
         return (
@@ -213,12 +205,12 @@ class StructureFunction(Tabled):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
-        more = {
+        return {
+            **vars(self),
             "objective": self.objective,
             "hull": self.hull(),
-            "critical_beta": self._critical_beta(),
+            "critical_beta": self.critical_beta(),
         }
-        return vars(self) | more
 
     def plot(self) -> tuple["Figure", tuple["Axes", "Axes"]]:
         """Draw loss against β and the structure function, see ``plot_structure_functions``."""
@@ -232,16 +224,16 @@ class StructureFunction(Tabled):
             key: What stands before the names, behind ``taskinfo/``.
         """
         scalars = {"prior_loss": self.prior_loss, "complexity": self.complexity(1.0).value}
-        critical = self._critical_beta()
+        critical = self.critical_beta()
         if critical is not None:
             scalars["critical_beta"] = critical
-        figures = {"figure": self.plot()[0]}
-        tables = {"table": self.table()}
-        log_once(run, key, scalars=scalars, figures=figures, tables=tables)
-
-    def _critical_beta(self) -> float | None:
-        """The critical value; ``None`` also where labels are not classes."""
-        return None if self.label_entropy is None else self.critical_beta()
+        log_once(
+            run,
+            key,
+            scalars=scalars,
+            figures={"figure": self.plot()[0]},
+            tables={"table": self.table()},
+        )
 
     def _points(self) -> list[tuple[float, float, float]]:
         swept = zip(self.kl, self.loss, self.loss_error, strict=True)
@@ -272,7 +264,26 @@ def plot_structure_functions(
     fig = Figure(figsize=(10, 4), layout="constrained")
     left, right = fig.subplots(1, 2)
     for index, curve in enumerate(curves):
-        _draw_curve(curve, f"C{index}", left, right)
+        color = f"C{index}"
+        N = curve.samples
+        t, e, error = torch.tensor(curve._points()).T  # the prior's first
+        left.errorbar(
+            curve.betas,
+            e[1:] / N,
+            error[1:] / N,
+            fmt=".-",
+            color=color,
+            label=curve.name,
+        )
+        right.errorbar(t, e / N, error / N, fmt=".", color=color)
+        t, e = torch.tensor(curve.hull()).T
+        right.plot(t, e / N, color=color, linewidth=1)
+        if curve.label_entropy is not None:
+            for ax in (left, right):
+                ax.axhline(curve.label_entropy, color=color, linestyle="--", linewidth=0.7)
+        critical = curve.critical_beta()
+        if critical is not None:
+            left.axvline(critical, color=color, linestyle=":", linewidth=1)
     left.set(xscale="log", xlabel=r"$\beta$, price of a nat")
     left.invert_xaxis()
     right.set_xlabel(r"information in the weights, $\mathrm{KL}(Q\|P)$ (nats)")
@@ -284,33 +295,6 @@ def plot_structure_functions(
     if any(curve.name for curve in curves):
         left.legend(frameon=False)
     return fig, (left, right)
-
-
-def _draw_curve(
-    curve: StructureFunction,
-    color: str,
-    left: "Axes",
-    right: "Axes",
-) -> None:
-    kl, *sums = zip(*curve._points(), strict=True)
-    loss, error = torch.tensor(sums) / curve.samples
-    left.errorbar(
-        curve.betas,
-        loss[1:],
-        error[1:],
-        fmt=".-",
-        color=color,
-        label=curve.name or None,
-    )
-    right.errorbar(kl, loss, error, fmt=".", color=color)
-    t, S = torch.tensor(curve.hull()).T
-    right.plot(t, S / curve.samples, color=color, linewidth=1)
-    if curve.label_entropy is not None:
-        for ax in (left, right):
-            ax.axhline(curve.label_entropy, color=color, linestyle="--", linewidth=0.7)
-    critical = curve._critical_beta()
-    if critical is not None:
-        left.axvline(critical, color=color, linestyle=":", linewidth=1)
 
 
 def structure_function(
@@ -384,9 +368,7 @@ def structure_function(
     fit.check()
     start = weights_now(model)
     centre = prior_means(prior_center, start)
-    path = None
     if folder is not None:
-        path = Path(folder) / "sweep.pt"
         made = {
             "betas": betas,
             "prior_std": prior_std,
@@ -395,23 +377,23 @@ def structure_function(
             "data": digest([("inputs", inputs), ("targets", targets)]),
             **fit.configuration(),
         }
-        claim_folder(folder, made, results=[path.name])
+        claim_folder(folder, made, results=[KEPT])
     fit.add_noise(centre, prior_std, seed_from(seed, 0))
-    if path is not None and path.exists():
-        kept = read_tensors(path, advice="Delete it to begin the sweep again.")
-        prior, rows = kept["prior"], kept["rows"]
+    if folder is not None and Path(folder, KEPT).exists():
+        kept = read_tensors(Path(folder, KEPT), advice="Delete it to begin the sweep again.")
+        rows = kept["rows"]
         model.load_state_dict(kept["model"])
     else:
-        prior, rows = _begin(fit, start, centre, seed), []
+        rows = [_begin(fit, start, centre, seed)]
     with shown(progress, name or "structure_function", len(betas)) as tell:
         for done, beta in enumerate(betas, 1):
-            if done > len(rows):
-                rows.append(_step(fit, beta, len(rows), seed))
-                if path is not None:
-                    kept = {"prior": prior, "rows": rows, "model": model.state_dict()}
-                    write_tensors(path, kept)
+            if done == len(rows):
+                rows.append(_step(fit, beta, done - 1, seed))
+                if folder is not None:
+                    write_tensors(Path(folder, KEPT), {"rows": rows, "model": model.state_dict()})
             tell(done, len(betas), f"β = {beta:.3g}")
-    kl, loss, error = (tuple(row[key] for row in rows) for key in ("kl", "loss", "loss_error"))
+    prior, *swept = rows
+    kl, loss, error = (tuple(row[key] for row in swept) for key in ("kl", "loss", "loss_error"))
     return StructureFunction(
         betas,
         kl,
@@ -430,8 +412,7 @@ def _label_entropy(fit: Fit) -> float | None:
     if not isinstance(fit.likelihood, Categorical):
         return None
     counts = fit.targets.unique(return_counts=True)[1]
-    share = counts.double() / fit.targets.numel()
-    return float(-(share * share.log()).sum())
+    return torch.special.entr(counts.double() / fit.targets.numel()).sum().item()
 
 
 def _begin(fit: Fit, start: ParamDict, centre: ParamDict, seed: int) -> Numbers:
@@ -461,4 +442,4 @@ def _step(fit: Fit, beta: float, done: int, seed: int) -> Numbers:
         own = seed_from(seed, 2, done, turn)
         fit.minimise(lambda: beta * weight_kl(fit.model), own, noisy=True)
     kl = weight_kl(fit.model).item()
-    return {"beta": beta, "kl": kl, **fit.expected_loss()}
+    return {"kl": kl, **fit.expected_loss()}

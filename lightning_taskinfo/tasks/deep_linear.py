@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 Mode = Literal["linear", "fine_tune"]
 TITLES = {"linear": "linear transfer", "fine_tune": "fine-tuning"}
 GAMMA = r"samples per dimension $\gamma$"
-THETA = r"angle $\theta$ (°)"
 SIZE = (5, 4)  # inches of a figure
 
 
@@ -92,16 +91,14 @@ def draw_tasks(
     if dimension < 2:
         raise ValueError(f"`dimension` must be at least 2, got {dimension}.")
 
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=theta.dtype, device=theta.device)
-
-    drawn = randn(repetitions, dimension, 2)
+    like: Any = {"generator": generator, "dtype": theta.dtype, "device": theta.device}
+    drawn = torch.randn(repetitions, dimension, 2, **like)
     plane = torch.linalg.qr(drawn).Q.mT  # [R, 2, d], orthonormal
     directions = torch.stack([theta.cos(), theta.sin()], -1)  # [A, 2]
     target = directions @ plane  # [R, A, d]
-    inputs = randn(repetitions, n, dimension)
-    noise = sigma * randn(repetitions, n, 1)
-    labels = inputs @ target.mT + noise
+    inputs = torch.randn(repetitions, n, dimension, **like)
+    noise = torch.randn(repetitions, n, 1, **like)
+    labels = inputs @ target.mT + sigma * noise
     return LinearTasks(plane[:, 0], target, inputs, labels)
 
 
@@ -155,8 +152,12 @@ def simulate_transfer(
         generator=generator,
     )
     scratch, unseen = minimum_norm(draws)
-    factor = _layer_product(scratch, unseen, depth)  # [R, A]
-    tuned = scratch + factor.unsqueeze(-1) * unseen.unsqueeze(1)
+    factor = deep_linear.layer_product(
+        scratch.square().sum(-1, keepdim=True),  # [R, A, 1]
+        unseen.square().sum(-1, keepdim=True),  # [R, 1, 1]
+        depth,
+    )
+    tuned = scratch + factor * unseen
     z = draws.inputs @ draws.source.unsqueeze(-1)  # [R, n, 1], the pretrained feature
     scale = z.square().sum(1, keepdim=True) + z.shape[1] * ridge
     last_layer = z.mT @ draws.labels / scale  # [R, 1, A]
@@ -176,36 +177,17 @@ def minimum_norm(draws: LinearTasks) -> tuple[Tensor, Tensor]:
         draws: LinearTasks of target tasks.
 
     Returns:
-        ``[R, A, d]`` solutions and ``[R, d]`` unseen parts, which are 0 where there are at least
+        ``[R, A, d]`` solutions and ``[R, 1, d]`` unseen parts, which are 0 where there are at least
         ``d`` samples.
     """
-    X, y = draws.inputs, draws.labels
-    if X.shape[1] < X.shape[2]:  # n < d: (I - P) v = v - Xᵀ (X Xᵀ)⁻¹ X v
-        factor = torch.linalg.cholesky(X @ X.mT)
-        seen = X @ draws.source.unsqueeze(-1)
-        right = torch.cat([y, seen], -1)
-        weights = torch.cholesky_solve(right, factor)  # [R, n, A + 1]
-        solved = (X.mT @ weights).mT  # [R, A + 1, d]
-        unseen = draws.source - solved[:, -1]
-        return solved[:, :-1], unseen
-    factor = torch.linalg.cholesky(X.mT @ X)
-    solved = torch.cholesky_solve(X.mT @ y, factor)
-    return solved.mT, torch.zeros_like(draws.source)
-
-
-def _layer_product(scratch: Tensor, unseen: Tensor, depth: int) -> Tensor:
-    """Products ``b^(L-1)``, ``[R, A]``, by bisection in ``b²``: slower than Newton's method, and independent of it."""
-    s = scratch.square().sum(-1)  # [R, A]
-    u = unseen.square().sum(-1, keepdim=True)  # [R, 1]
-    low = u.expand_as(s)
-    high = u + s.pow(1 / depth)
-    for _ in range(60):
-        middle = 0.5 * (low + high)
-        above = middle.pow(depth - 1) * (middle - u) > s
-        low = torch.where(above, low, middle)
-        high = torch.where(above, middle, high)
-    root = 0.5 * (low + high)
-    return root.pow(0.5 * (depth - 1))
+    X = draws.inputs
+    source = draws.source.unsqueeze(1)  # [R, 1, d]
+    # The solution for the source's own outputs is the part of it that the samples see.
+    outputs = torch.cat([draws.labels, X @ source.mT], -1)  # [R, n, A + 1]
+    solved = torch.linalg.lstsq(X, outputs, driver="gels").solution.mT  # [R, A + 1, d]
+    _, n, d = X.shape
+    unseen = source - solved[:, -1:] if n < d else torch.zeros_like(source)
+    return solved[:, :-1], unseen
 
 
 @dataclass(frozen=True)
@@ -220,6 +202,7 @@ class PhaseDiagram:
         gamma: Samples per dimension, shape ``[G]``.
         mean: Mean gain over repetitions, shape ``[A, G]``.
         standard_error: Of this mean, shape ``[A, G]``.
+        theory: Gains in the limit of many dimensions, shape ``[A, G]``.
     """
 
     mode: Mode
@@ -229,12 +212,7 @@ class PhaseDiagram:
     gamma: Tensor
     mean: Tensor
     standard_error: Tensor
-
-    @property
-    def theory(self) -> Tensor:
-        """Gains in the limit of many dimensions, shape ``[A, G]``."""
-        theta = self.theta[:, None]
-        return transferability(self.mode, theta, self.gamma, self.sigma, depth=self.depth)
+    theory: Tensor
 
 
 def transferability(
@@ -306,7 +284,7 @@ def simulate_phase_diagram(
         >>> simulate_phase_diagram("linear", angles, numbers, 0.1, dimension=10).mean.shape
         torch.Size([2, 3])
     """
-    transferability(mode, theta[:, None], gamma, sigma, depth=depth)  # refuses what is outside
+    theory = transferability(mode, theta[:, None], gamma, sigma, depth=depth)
     if repetitions < 2:
         raise ValueError(
             f"`repetitions` must be at least 2 for a standard error, got {repetitions}."
@@ -333,53 +311,8 @@ def simulate_phase_diagram(
         gamma,
         drawn.mean(-1),
         error,
+        theory,
     )
-
-
-def plot_phase_surface(
-    mode: Mode,
-    sigma: float,
-    *,
-    depth: int = 2,
-    max_gamma: float = 2.0,
-    clip: float = 1.0,
-    ax: Any = None,
-) -> "tuple[Figure, Any]":
-    """Draw the gain over the plane of angle and sample number as a surface; needs three-dimensional axes.
-
-    Args:
-        mode: ``"linear"`` or ``"fine_tune"``.
-        sigma: Standard deviation of the label noise.
-        depth: Number of layers.
-        max_gamma: Largest number of samples per dimension.
-        clip: Gains beyond ± this are cut off: they have a pole at the interpolation threshold.
-        ax: Axes made with ``projection="3d"``; a new figure if not given.
-
-    Returns:
-        The figure and its axes.
-
-    Example:
-        >>> fig, ax = plot_phase_surface("linear", 0.2)
-        >>> ax.name
-        '3d'
-    """
-    fig, ax = figure_and_axes(ax, size=SIZE, projection="3d")
-    theta, gamma, gain = _grid(mode, sigma, depth, max_gamma, 60)
-    gain = gain.clip(-clip, clip)
-    ax.plot_surface(
-        gamma,
-        theta,
-        gain,
-        cmap="RdBu",
-        vmin=-clip,
-        vmax=clip,
-        linewidth=0,
-        rcount=60,
-    )
-    ax.set(xlabel=GAMMA, ylabel=THETA, zlabel="gain $T$", title=_title(mode, sigma))
-    ax.view_init(elev=28, azim=-60)
-    ax.set_box_aspect(None, zoom=0.85)  # or the labels leave the figure
-    return fig, ax
 
 
 def plot_phase_map(
@@ -388,65 +321,65 @@ def plot_phase_map(
     *,
     depth: int = 2,
     max_gamma: float = 2.0,
-    clip: float = 1.0,
     ax: "Axes | None" = None,
 ) -> "tuple[Figure, Axes]":
     """Draw sign and size of the gain as colours, with the closed-form boundaries of negative transfer.
+
+    Colours end at gains of ±1, which have a pole at the interpolation threshold.
 
     Args:
         mode: ``"linear"`` or ``"fine_tune"``.
         sigma: Standard deviation of the label noise.
         depth: Number of layers.
         max_gamma: Largest number of samples per dimension.
-        clip: The colour scale ends at ± this.
         ax: Axes to draw on; a new figure if not given.
 
     Returns:
         The figure and its axes.
     """
     fig, ax = figure_and_axes(ax, size=SIZE)
-    theta, gamma, gain = _grid(mode, sigma, depth, max_gamma, 300)
+    theta = torch.linspace(0, math.pi / 2, 300, dtype=torch.float64)
+    middles = torch.arange(300, dtype=torch.float64) + 0.5  # none is on the pole at gamma = 1
+    gamma = middles * max_gamma / 300
+    gain = transferability(mode, theta[:, None], gamma, sigma, depth=depth)
     image = ax.pcolormesh(
-        gamma,
-        theta,
-        gain,
+        *(t.numpy() for t in (gamma, theta.rad2deg(), gain)),
         cmap="RdBu",
-        vmin=-clip,
-        vmax=clip,
+        vmin=-1,
+        vmax=1,
         rasterized=True,
     )
     fig.colorbar(image, ax=ax, label="gain $T$ over scratch", extend="both")
-    if mode == "fine_tune":
-        largest = min(1.0, max_gamma) - 1e-6
-        x = torch.linspace(1e-3, largest, 2000, dtype=torch.float64)
-        y = deep_linear.fine_tuning_boundary(x, sigma, depth=depth)
-        curves = [(x, y)]
-    else:
-        y = torch.linspace(1e-4, math.pi / 2, 4000, dtype=torch.float64)
-        curves = [(x, y) for x in deep_linear.negative_transfer_interval(y, sigma)]
-    for x, y in curves:  # where the gain is 0
+    for x, y in _boundaries(mode, sigma, depth):
         ax.plot(x, y.rad2deg(), color="black", linewidth=1.5)
     ax.set(
         xlim=(0, max_gamma),
         ylim=(0, 90),
         xlabel=GAMMA,
-        ylabel=THETA,
+        ylabel=r"angle $\theta$ (°)",
         title=_title(mode, sigma),
     )
     return fig, ax
 
 
+def _boundaries(mode: Mode, sigma: float, depth: int) -> list[tuple[Tensor, Tensor]]:
+    """Samples per dimension and angles at which the gain is 0, a pair for each line."""
+    if mode == "fine_tune":
+        gamma = torch.linspace(1e-3, 1 - 1e-6, 2000, dtype=torch.float64)
+        return [(gamma, deep_linear.fine_tuning_boundary(gamma, sigma, depth=depth))]
+    theta = torch.linspace(1e-4, math.pi / 2, 4000, dtype=torch.float64)
+    return [(gamma, theta) for gamma in deep_linear.negative_transfer_interval(theta, sigma)]
+
+
 def plot_phase_slices(
     simulated: PhaseDiagram,
     *,
-    printed: bool = False,
     ax: "Axes | None" = None,
 ) -> "tuple[Figure, Axes]":
     """Draw the gain against the number of samples, theory as lines, simulation as points with standard errors.
 
     Args:
         simulated: The simulated grid; one colour an angle.
-        printed: Also draw, dashed, the formula for fine-tuning that holds without noise only.
         ax: Axes to draw on; a new figure if not given.
 
     Returns:
@@ -455,8 +388,7 @@ def plot_phase_slices(
     from matplotlib import colormaps
 
     fig, ax = figure_and_axes(ax, size=SIZE)
-    mode = simulated.mode
-    sigma = simulated.sigma
+    mode, sigma = simulated.mode, simulated.sigma
     largest = 1.1 * simulated.gamma.max().item()
     gamma = torch.linspace(0.01, largest, 400, dtype=torch.float64)
     angles = simulated.theta.tolist()
@@ -464,18 +396,6 @@ def plot_phase_slices(
         color = colormaps["viridis"](0.9 * index / max(1, len(angles) - 1))
         theory = transferability(mode, theta, gamma, sigma, depth=simulated.depth)
         ax.plot(gamma, theory, color=color)
-        if printed and mode == "fine_tune":
-            risk = deep_linear.fine_tuning_risk_noiseless(theta, gamma, sigma)
-            gain = deep_linear.scratch_risk(gamma, sigma) - risk
-            label = None if index else "noiseless formula"
-            ax.plot(
-                gamma,
-                gain,
-                color=color,
-                linestyle="--",
-                linewidth=0.8,
-                label=label,
-            )
         ax.errorbar(
             simulated.gamma,
             simulated.mean[index],
@@ -502,14 +422,14 @@ def plot_phase_slices(
     return fig, ax
 
 
-def plot_phase_overview(simulated: PhaseDiagram) -> "tuple[Figure, list[Any]]":
-    """Draw surface, map and slices beside each other.
+def plot_phase_overview(simulated: PhaseDiagram) -> "tuple[Figure, list[Axes]]":
+    """Draw map and slices beside each other.
 
     Args:
         simulated: The simulated grid.
 
     Returns:
-        The figure and its three axes.
+        The figure and its two axes.
 
     Example::
 
@@ -518,37 +438,18 @@ def plot_phase_overview(simulated: PhaseDiagram) -> "tuple[Figure, list[Any]]":
     """
     from matplotlib.figure import Figure
 
-    fig = Figure(figsize=(15, 4.5), layout="constrained")
-    surface = fig.add_subplot(1, 3, 1, projection="3d")
-    colours = fig.add_subplot(1, 3, 2)
-    slices = fig.add_subplot(1, 3, 3)
-    largest = 1.1 * simulated.gamma.max().item()
-    for plot, ax in ((plot_phase_surface, surface), (plot_phase_map, colours)):
-        plot(
-            simulated.mode,
-            simulated.sigma,
-            depth=simulated.depth,
-            max_gamma=largest,
-            ax=ax,
-        )
-    plot_phase_slices(simulated, ax=slices)
-    return fig, [surface, colours, slices]
+    fig = Figure(figsize=(10, 4.5), layout="constrained")
+    left, right = fig.subplots(1, 2)
+    plot_phase_map(
+        simulated.mode,
+        simulated.sigma,
+        depth=simulated.depth,
+        max_gamma=1.1 * simulated.gamma.max().item(),
+        ax=left,
+    )
+    plot_phase_slices(simulated, ax=right)
+    return fig, [left, right]
 
 
 def _title(mode: Mode, sigma: float) -> str:
     return rf"{TITLES[mode]}, $\sigma = {sigma:g}$"
-
-
-def _grid(
-    mode: Mode,
-    sigma: float,
-    depth: int,
-    max_gamma: float,
-    points: int,
-) -> list[Any]:
-    """Angles in degrees, sample numbers and gains, ``[P, P]`` each; an even ``P`` misses the pole at gamma = 1."""
-    theta = torch.linspace(0, math.pi / 2, points, dtype=torch.float64)[:, None]
-    middles = torch.arange(points, dtype=torch.float64) + 0.5
-    gamma = middles * max_gamma / points
-    gain = transferability(mode, theta, gamma, sigma, depth=depth)
-    return [t.expand_as(gain).numpy() for t in (theta.rad2deg(), gamma, gain)]

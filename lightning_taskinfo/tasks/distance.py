@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, count, permutations, product
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -32,13 +32,9 @@ from lightning_taskinfo.certificates.samples import Data, read_pair
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
-from lightning_taskinfo.plotting import figure_and_axes
+from lightning_taskinfo.plotting import Drawn, Given, figure_and_axes
 from lightning_taskinfo.tasks.training import Fit, ModelFn, Numbers, Training, build
 from lightning_taskinfo.variational import noisy_weights, prior_means
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 HeadFn: TypeAlias = Callable[[int, int], nn.Module]
 Method: TypeAlias = Literal["variational", "laplace"]
@@ -67,7 +63,6 @@ class DistanceMatrix(Tabled):
         distances: Of each seed, shape ``[S, K, K]``, float64.
         new_head: Information in the new task's head, shape ``[S, K, K]``.
         information: :math:`\mathrm{KL}(Q_1\|P)` of each task alone, shape ``[S, K]``.
-        objective: :math:`C_\beta` of each task alone, shape ``[S, K]``.
     """
 
     names: tuple[str, ...]
@@ -78,7 +73,6 @@ class DistanceMatrix(Tabled):
     distances: Tensor
     new_head: Tensor
     information: Tensor
-    objective: Tensor
 
     @property
     def mean(self) -> Tensor:
@@ -92,9 +86,8 @@ class DistanceMatrix(Tabled):
         It covers what starts, batches and noise do, not which samples stand for a task.
         """
         S = len(self.distances)
-        if S < 2:
-            return torch.full_like(self.distances[0], torch.nan)
-        return self.distances.std(0) / S**0.5
+        squares = (self.distances - self.mean).square().sum(0)
+        return (squares / (S - 1) / S).sqrt()
 
     def unfinished(self) -> tuple[str, ...]:
         """Return the tasks whose trainings stopped short of their minimum, or ended in different ones.
@@ -108,16 +101,13 @@ class DistanceMatrix(Tabled):
         far = (itself > 3 * error) & (itself > 0.01 * information)
         return tuple(compress(self.names, far.tolist()))
 
-    def table(self) -> tuple[list[str], list[list[str | float]]]:
+    def table(self) -> tuple[list[str], list[list[Any]]]:
         """Return column names and one row for each ordered pair."""
-        new_head = self.new_head.mean(0)
-        rows: list[list[str | float]] = []
-        for i, j in product(range(len(self.names)), repeat=2):
-            measured = (self.mean, self.standard_error, new_head)
-            values = [matrix[i, j].item() for matrix in measured]
-            rows.append([self.names[i], self.names[j], *values])
-        columns = ["from", "to", "distance", "standard_error", "new_head"]
-        return columns, rows
+        measured = torch.stack([self.mean, self.standard_error, self.new_head.mean(0)])  # [3, K, K]
+        pairs = product(self.names, repeat=2)
+        values = measured.flatten(1).T.tolist()
+        rows = [[*pair, *row] for pair, row in zip(pairs, values, strict=True)]
+        return ["from", "to", "distance", "standard_error", "new_head"], rows
 
     def reading(self) -> str:
         """Return one sentence on the nearest pair of different tasks."""
@@ -137,8 +127,7 @@ class DistanceMatrix(Tabled):
     def _cells(self) -> Cells:
         rows = []
         for i, name in enumerate(self.names):
-            cells = [self._cell(i, j) for j in range(len(self.names))]
-            rows.append([name, *cells])
+            rows.append([name, *(self._cell(i, j) for j in range(len(self.names)))])
         return ["nats from, to", *self.names], rows
 
     def _remarks(self) -> list[str]:
@@ -155,7 +144,7 @@ class DistanceMatrix(Tabled):
                 values[name] = value.tolist()
         return values
 
-    def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+    def plot(self, ax: Given = None) -> Drawn:
         """Draw the mean distances as colours with numbers and standard errors.
 
         Args:
@@ -195,31 +184,27 @@ class DistanceMatrix(Tabled):
             run: What ``wandb.init()`` returned, or a WandbLogger's ``experiment``.
             key: What stands before the names, behind ``taskinfo/``.
         """
-        columns, rows = self.table()
-        scalars = {f"{row[0]}→{row[1]}": float(row[2]) for row in rows}
-        figures = {"figure": self.plot()[0]}
-        tables = {"table": (columns, rows)}
-        log_once(run, key, scalars=scalars, figures=figures, tables=tables)
+        table = self.table()
+        log_once(
+            run,
+            key,
+            scalars={f"{known}→{added}": distance for known, added, distance, *_ in table[1]},
+            figures={"figure": self.plot()[0]},
+            tables={"table": table},
+        )
 
 
-class MultiHead(nn.Module):
-    """A trunk for all tasks and a head for each; the input carries the index of its task.
+class MultiHead(nn.ModuleDict):
+    """The ``trunk`` of all tasks and a head for each, ``head_0`` and so on; the input carries the index of its task.
 
-    Args:
-        trunk: Makes features ``[N, F]`` of inputs.
-        heads: One head a task, from features to outputs ``[N, C]``.
+    The trunk makes features ``[N, F]`` of inputs, and a head outputs ``[N, C]`` of features.
     """
 
-    def __init__(self, trunk: nn.Module, heads: list[nn.Module]) -> None:
-        super().__init__()
-        self.trunk = trunk
-        self.heads = nn.ModuleList(heads)
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, inputs: Pair) -> Tensor:
         """Return the outputs of each sample's own head, filled up to the widest, shape ``[N, C]``."""
         x, task = inputs
-        features = self.trunk(x)
-        outputs = [head(features) for head in self.heads]
+        features = self["trunk"](x)
+        outputs = [head(features) for name, head in self.items() if name != "trunk"]
         width = max(output.shape[1] for output in outputs)
         padded = []
         for output in outputs:
@@ -280,22 +265,21 @@ class Union:
         two = torch.from_numpy(self.parts[0][0][:2])
         with torch.no_grad():
             features = trunk.eval()(two).shape[1]
-        heads = []
-        for _, targets in self.parts:
+        modules = {"trunk": trunk}
+        for index, (_, targets) in enumerate(self.parts):
             outputs = targets[0].size
             if isinstance(self.likelihood, Categorical):
                 outputs = max(2, int(targets.max()) + 1)
             make = partial(self.head_fn, features, outputs)
-            heads.append(build(make, seed_from(self.seed, 1), argument="head_fn"))
-        return MultiHead(trunk, heads)
+            modules[f"head_{index}"] = build(make, seed_from(self.seed, 1), argument="head_fn")
+        return MultiHead(modules)
 
     def betas(self) -> dict[str, float]:
         """The weight of the divergence of each part."""
-        first = self.sizes[0]
-        betas = {"trunk": self.beta * sum(self.sizes) / first}
+        samples = {"trunk": sum(self.sizes)}
         for index, n in enumerate(self.sizes):
-            betas[f"heads.{index}"] = self.beta * n / first
-        return betas
+            samples[f"head_{index}"] = n
+        return {part: self.beta * n / self.sizes[0] for part, n in samples.items()}
 
 
 def task_distance(
@@ -380,8 +364,6 @@ def task_distance(
     if prior_center not in ("initial", "zero"):
         raise ValueError(f"`prior_center` must be 'initial' or 'zero', got {prior_center!r}.")
     check_executor(executor, workers)
-    if executor is None and workers != 0:  # an executor may have ways of its own, as Dask has
-        _check_importable(trunk_fn=trunk_fn, head_fn=head_fn)
     settings = Union(
         trunk_fn=trunk_fn,
         head_fn=head_fn,
@@ -392,6 +374,14 @@ def task_distance(
         likelihood=as_likelihood(likelihood),
         training=training or Training(),
     )
+    if executor is None and workers != 0:  # an executor may have ways of its own, as Dask has
+        try:
+            pickle.dumps(settings)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                "`workers` must be 0 where `trunk_fn` or `head_fn` cannot be pickled; functions at the top of a "
+                f"module can ({error})."
+            ) from error
     data = [_read(name, task) for name, task in tasks.items()]
     for task in data:  # here and now, where an error is seen as it is
         settings.of([task], seeds[0]).fit().check()
@@ -414,27 +404,33 @@ def task_distance(
             workers=workers,
             on_done=lambda name, _: tell(next(numbers), len(jobs), name),
         )
-    measured = _measured(found, sizes, seeds)
     return DistanceMatrix(
         tuple(tasks),
         method,
         beta,
         tuple(sizes),
         tuple(seeds),
-        *measured,
+        *_measured(found, sizes, seeds),
     )
 
 
-def _check_importable(**functions: Callable[..., Any]) -> None:
-    """Raise a ``ValueError`` for functions that other processes cannot import, before anything is trained."""
-    for argument, function in functions.items():
-        try:
-            pickle.dumps(function)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            wanted = "a function at the top of a module, or `workers` 0"
-            raise ValueError(
-                f"`{argument}` must be {wanted}, got {function!r}, which cannot be pickled."
-            ) from error
+def _measured(
+    found: Mapping[str, Numbers],
+    sizes: list[int],
+    seeds: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Distances, information in new heads, and in each task alone, from that in the parts of all trainings."""
+    S, K = len(seeds), len(sizes)
+    distances, new_head = torch.zeros(2, S, K, K, dtype=torch.float64)
+    information = torch.zeros(S, K, dtype=torch.float64)
+    for (s, seed), i, j in product(enumerate(seeds), range(K), range(K)):
+        information[s, i] = sum(found[_name(seed, (i,))].values())
+        parts = _trained(i, j, sizes)
+        known = parts.index(i)
+        both = found[_name(seed, parts)]
+        new_head[s, i, j] = both[f"head_{1 - known}"]
+        distances[s, i, j] = both["trunk"] + both[f"head_{known}"] - information[s, i]
+    return distances, new_head, information
 
 
 def _configuration(settings: Union, names: Iterable[str], data: Sequence[Pair]) -> dict[str, Any]:
@@ -442,32 +438,10 @@ def _configuration(settings: Union, names: Iterable[str], data: Sequence[Pair]) 
     tasks = {}
     for name, (x, y) in zip(names, data, strict=True):
         tasks[name] = digest([("inputs", x), ("targets", y)])
-    return {
-        "method": settings.method,
-        "beta": settings.beta,
-        "prior_center": settings.prior_center,
-        "prior_std": settings.prior_std,
-        "tasks": tasks,
-        **settings.of(data[:1], 0).fit().configuration(),
+    chosen = {
+        key: getattr(settings, key) for key in ("method", "beta", "prior_center", "prior_std")
     }
-
-
-def _measured(found: Mapping[str, Any], sizes: list[int], seeds: list[int]) -> list[Tensor]:
-    """Distances, new heads, and information and objective of each task alone, from all trainings."""
-    S, K = len(seeds), len(sizes)
-    distances, new_head = torch.zeros(2, S, K, K, dtype=torch.float64)
-    information, objective = torch.zeros(2, S, K, dtype=torch.float64)
-    for s, seed in enumerate(seeds):
-        for i, j in product(range(K), repeat=2):
-            alone = found[_name(seed, (i,))]
-            parts = _trained(i, j, sizes)
-            known = parts.index(i)
-            both = found[_name(seed, parts)]["kl"]
-            information[s, i] = alone["kl"]["trunk"] + alone["kl"]["heads.0"]
-            objective[s, i] = alone["objective"]
-            distances[s, i, j] = both["trunk"] + both[f"heads.{known}"] - information[s, i]
-            new_head[s, i, j] = both[f"heads.{1 - known}"]
-    return [distances, new_head, information, objective]
+    return {**chosen, "tasks": tasks, **settings.of(data[:1], 0).fit().configuration()}
 
 
 def _trained(i: int, j: int, sizes: list[int]) -> tuple[int, int]:
@@ -481,13 +455,12 @@ def _name(seed: int, parts: tuple[int, ...]) -> str:
     return f"seed-{seed}_task-{'-'.join(map(str, parts))}"
 
 
-def solve(union: Union) -> dict[str, Any]:
-    r"""Train, and return the information ``kl`` of each part, the loss (a sum) with its error, and :math:`C_\beta`."""
+def solve(union: Union) -> Numbers:
+    """Train, and return the information in each part, in nats."""
     fit = union.fit()
-    fit.check()
     centre = prior_means(union.prior_center, weights_now(fit.model))
     betas = union.betas()
-    weights = {name: betas[_part(name)] for name in centre}
+    weights = {name: betas[name.split(".")[0]] for name in centre}
 
     def penalty() -> Tensor:
         """What weights pay for leaving the centre: their means' share of β times the divergence."""
@@ -497,18 +470,10 @@ def solve(union: Union) -> dict[str, Any]:
         return torch.stack(terms).sum() / (2 * union.prior_std**2)
 
     fit.minimise(penalty, seed_from(union.seed, 2), noisy=False)
-    information, loss = SOLVERS[union.method](union, fit, centre, weights)
     kl = dict.fromkeys(betas, 0.0)
-    for name, value in information.items():
-        kl[_part(name)] += value
-    price = sum(beta * kl[part] for part, beta in betas.items())
-    return {"kl": kl, **loss, "objective": loss["loss"] + price}
-
-
-def _part(name: str) -> str:
-    """``"trunk"`` or ``"heads.0"``, of a parameter's name."""
-    first, second, *_ = name.split(".")
-    return first if first == "trunk" else f"{first}.{second}"
+    for name, value in SOLVERS[union.method](union, fit, centre, weights).items():
+        kl[name.split(".")[0]] += value.item()
+    return kl
 
 
 def _variational(
@@ -516,11 +481,11 @@ def _variational(
     fit: Fit,
     centre: ParamDict,
     weights: Numbers,
-) -> tuple[Numbers, Numbers]:
-    """Nats in noisy weights, trained from where the plain ones are, and their loss."""
+) -> ParamDict:
+    """Nats in noisy weights, trained from where the plain ones are."""
     fit.add_noise(centre, union.prior_std, seed_from(union.seed, 3))
 
-    def kl() -> dict[str, Tensor]:
+    def kl() -> ParamDict:
         return {name: noise.kl(mean) for name, mean, noise in noisy_weights(fit.model)}
 
     def penalty() -> Tensor:
@@ -528,8 +493,7 @@ def _variational(
         return torch.stack(terms).sum()
 
     fit.minimise(penalty, seed_from(union.seed, 4), noisy=True)
-    loss = fit.expected_loss()
-    return {name: value.item() for name, value in kl().items()}, loss
+    return kl()
 
 
 def _laplace(
@@ -537,9 +501,8 @@ def _laplace(
     fit: Fit,
     centre: ParamDict,
     weights: Numbers,
-) -> tuple[Numbers, Numbers]:
+) -> ParamDict:
     """The closed form around the trained weights, with the diagonal of the Fisher information as curvature."""
-    loss = fit.loss()
     F = fisher_diagonal(
         fit.model,
         fit.inputs,
@@ -549,17 +512,14 @@ def _laplace(
     )
     kl = {}
     for name, weight in weights_now(fit.model).items():
-        h = len(fit.targets) * F[name]
-        shift = weight - centre[name]
         found = information_in_weights(
-            h,
-            shift,
+            len(fit.targets) * F[name],
+            weight - centre[name],
             prior_std=union.prior_std,
             beta=weights[name],
         )
-        kl[name] = found.kl.item()
-        loss += found.curvature_penalty.item()
-    return kl, {"loss": loss, "loss_error": 0.0}
+        kl[name] = found.kl
+    return kl
 
 
 SOLVERS = {"variational": _variational, "laplace": _laplace}

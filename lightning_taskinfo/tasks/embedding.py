@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_taskinfo._files import StrPath, atomic_write
+from lightning_taskinfo._files import StrPath, read_result, write_result
+from lightning_taskinfo._ranges import check_values
 from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.functional.task_embedding import (
@@ -18,11 +18,7 @@ from lightning_taskinfo.functional.task_embedding import (
     classical_scaling,
     embedding_distance,
 )
-from lightning_taskinfo.plotting import figure_and_axes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from lightning_taskinfo.plotting import Drawn, Given, figure_and_axes, plot_bars
 
 ALPHA = 0.15
 
@@ -44,7 +40,7 @@ class TaskEmbedding(Tabled):
             none.
 
     Raises:
-        ValueError: If the vector has not the sizes' length, or has a negative or infinite entry.
+        ValueError: If the vector has a negative or infinite entry.
 
     Example:
         >>> vector = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
@@ -64,15 +60,7 @@ class TaskEmbedding(Tabled):
     test_error: float = math.nan
 
     def __post_init__(self) -> None:
-        shape = list(self.vector.shape)
-        filters = sum(self.sizes)
-        if shape != [filters] or len(self.sizes) != len(self.layers):
-            raise ValueError(
-                f"`vector` must have the {filters} filters of `sizes`, got the shape {shape}."
-            )
-        if not ((self.vector >= 0) & self.vector.isfinite()).all():
-            smallest = self.vector.min().item()
-            raise ValueError(f"`vector` must be finite and at least 0, got {smallest}.")
+        check_values("non-negative and finite", vector=self.vector)
 
     @property
     def norm(self) -> float:
@@ -82,30 +70,25 @@ class TaskEmbedding(Tabled):
     @property
     def layer_norms(self) -> dict[str, float]:
         """The part of each layer in :attr:`norm`."""
-        parts = self.vector.split(list(self.sizes))
-        norms = [part.sum().item() for part in parts]
-        return dict(zip(self.layers, norms, strict=True))
+        parts = zip(self.layers, self.vector.split(list(self.sizes)), strict=True)
+        return {layer: part.sum().item() for layer, part in parts}
 
     def reading(self) -> str:
         """Return one sentence on what the task depends on."""
         norms = self.layer_norms
         largest = max(norms, key=norms.__getitem__)
         share = norms[largest] / self.norm if self.norm else 0.0
-        sentence = (
-            f"{self.name} depends most on {largest}, with {share:.0%} of the norm {self.norm:.3g}."
-        )
+        tested = f" Its head has a test error of {self.test_error:.1%}."
         if math.isnan(self.test_error):
-            return sentence
-        return f"{sentence} Its head has a test error of {self.test_error:.1%}."
+            tested = ""
+        return f"{self.name} depends most on {largest}, with {share:.0%} of the norm {self.norm:.3g}.{tested}"
 
     def _cells(self) -> Cells:
-        norms = self.layer_norms
-        cells = []
-        for name, size in zip(self.layers, self.sizes, strict=True):
-            cells.append([name, f"{size}", f"{norms[name]:.3g}"])
+        rows = zip(self.sizes, self.layer_norms.items(), strict=True)
+        cells = [[layer, f"{size}", f"{norm:.3g}"] for size, (layer, norm) in rows]
         return ["layer", "filters", "norm"], cells
 
-    def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+    def plot(self, ax: Given = None) -> Drawn:
         """Draw the norm of each layer; ``plot_map`` and others draw several tasks.
 
         Args:
@@ -114,24 +97,23 @@ class TaskEmbedding(Tabled):
         Returns:
             The figure and its axes.
         """
-        from lightning_taskinfo.plotting import plot_bars
-
         return plot_bars(self.layer_norms, xlabel=f"norm of the embedding of {self.name}", ax=ax)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
+        return {**vars(self), "vector": self.vector.tolist()}
+
     def save(self, path: StrPath) -> None:
-        """Write an npz file of plain arrays, atomically, that :meth:`load` reads.
+        """Write a JSON file with a checksum, atomically, that :meth:`load` reads.
 
         Args:
             path: The file to write or replace; its folder must exist.
         """
-        arrays: dict[str, Any] = dict(vars(self))
-        arrays["probe"] = arrays.pop("network")
-        with atomic_write(path) as file:
-            np.savez(file, **arrays)
+        write_result(path, self.to_dict())
 
     @classmethod
     def load(cls, path: StrPath) -> "TaskEmbedding":
-        """Return what :meth:`save` wrote; nothing is unpickled.
+        """Return what :meth:`save` wrote.
 
         Args:
             path: The file.
@@ -140,17 +122,11 @@ class TaskEmbedding(Tabled):
             FileNotFoundError: If there is no such file.
             ValueError: If it is no such file, or damaged.
         """
-        with open(path, "rb") as file:
-            try:
-                arrays = np.load(file, allow_pickle=False)
-                values = {name: value.tolist() for name, value in arrays.items()}
-                values["network"] = values.pop("probe")
-                values["vector"] = torch.tensor(values["vector"], dtype=torch.float64)
-                values["layers"] = tuple(values["layers"])
-                values["sizes"] = tuple(values["sizes"])
-                return cls(**values)
-            except Exception as error:  # zip, zlib and numpy each have their own for damage
-                raise ValueError(f"{path}: not a readable task embedding ({error}).") from error
+        values = read_result(path)
+        values["vector"] = torch.tensor(values["vector"], dtype=torch.float64)
+        values["layers"] = tuple(values["layers"])
+        values["sizes"] = tuple(values["sizes"])
+        return cls(**values)
 
 
 class Recommendation(NamedTuple):
@@ -244,12 +220,13 @@ def task_map(embeddings: Sequence[TaskEmbedding]) -> PlanarMap:
 
 
 def plot_task_map(
-    embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = None
-) -> "tuple[Figure, Axes]":
+    embeddings: Sequence[TaskEmbedding],
+    *,
+    ax: Given = None,
+) -> Drawn:
     """Draw tasks as points of a plane whose distances come near their symmetric distances.
 
-    The area of a point goes with the logarithm of the embedding's norm; the title says how much of the distances'
-    spread the plane shows.
+    The title says how much of the distances' spread the plane shows.
 
     Args:
         embeddings: Of one network.
@@ -260,10 +237,7 @@ def plot_task_map(
     """
     fig, ax = figure_and_axes(ax, size=(6, 4))
     points, share = task_map(embeddings)
-    logs = torch.tensor([embedding.norm for embedding in embeddings]).log()
-    heights = (logs - logs.min()) / (logs.max() - logs.min())
-    areas = 30 + 150 * heights.nan_to_num(0.5)  # not a number where all are alike, or one is 0
-    _scatter(ax, embeddings, points.tolist(), areas.tolist())
+    _scatter(ax, embeddings, points.tolist())
     ax.set_title(f"tasks by their Fisher information ({share:.0%} of the spread)", fontsize=10)
     ax.set_aspect("equal", adjustable="datalim")
     ax.margins(0.2)
@@ -271,8 +245,10 @@ def plot_task_map(
 
 
 def plot_difficulty(
-    embeddings: Sequence[TaskEmbedding], *, ax: "Axes | None" = None
-) -> "tuple[Figure, Axes]":
+    embeddings: Sequence[TaskEmbedding],
+    *,
+    ax: Given = None,
+) -> Drawn:
     """Draw the test error of each task's fitted head against the norm of its embedding.
 
     Args:
@@ -290,7 +266,7 @@ def plot_difficulty(
         raise ValueError("`embeddings` must have a test error, got none that has.")
     fig, ax = figure_and_axes(ax, size=(6, 4), frame=False)
     places = [(embedding.norm, 100 * embedding.test_error) for embedding in tested]
-    _scatter(ax, tested, places, [40.0] * len(tested))
+    _scatter(ax, tested, places)
     ax.set(xscale="log", xlabel="norm of the embedding", ylabel="test error of the head (%)")
     ax.margins(0.15)
     return fig, ax
@@ -355,41 +331,30 @@ def log_embeddings(
         figures["difficulty"] = plot_difficulty(embeddings)[0]
     names = [embedding.name for embedding in embeddings]
     distances = embedding_distances(embeddings, alpha=alpha).tolist()
+    from_each = [[name, *row] for name, row in zip(names, distances, strict=True)]
     tables = {
         "tasks": (list(rows[0]), [list(row.values()) for row in rows]),
-        "distances": (
-            ["from", *names],
-            [[name, *row] for name, row in zip(names, distances, strict=True)],
-        ),
+        "distances": (["from", *names], from_each),
     }
     log_once(run, key, scalars=scalars, figures=figures, tables=tables)
 
 
 def _scatter(
-    ax: "Axes",
+    ax: Any,
     embeddings: Sequence[TaskEmbedding],
     places: Sequence[Sequence[float]],
-    areas: Sequence[float],
 ) -> None:
     """Draw a point per task, named in the legend: names at the points would overlap for similar tasks."""
     from matplotlib import colormaps
 
-    for i, (embedding, (x, y), area) in enumerate(zip(embeddings, places, areas, strict=True)):
+    for i, (embedding, place) in enumerate(zip(embeddings, places, strict=True)):
         name = embedding.name
         label = name if len(name) <= 30 else f"…{name[-29:]}"  # paths leave room for the picture
-        ax.scatter(
-            [x],
-            [y],
-            s=area,
-            color=colormaps["tab20"](i % 20),
-            alpha=0.9,
-            label=label,
-        )
-    legend = ax.legend(
+        color = colormaps["tab20"](i % 20)
+        ax.scatter(*place, s=40, color=color, alpha=0.9, label=label)
+    ax.legend(
         fontsize=8,
         frameon=False,
         loc="center left",
         bbox_to_anchor=(1, 0.5),
     )
-    for handle in legend.legend_handles:
-        handle.set_sizes([40])  # type: ignore[union-attr]

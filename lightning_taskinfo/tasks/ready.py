@@ -278,12 +278,10 @@ def find_head(network: nn.Module, head: str | None) -> str:
         if not linear:
             raise ValueError("`head` must name the network's last layer, as it has no nn.Linear.")
         head = linear[-1]
-    if head not in modules:
+    if not head or head not in modules:
         raise ValueError(
             f"`head` must name a module of the network, got {head!r}; there are {list(modules)[1:]}."
         )
-    if not head:
-        raise ValueError("`head` must name a part of the network, got the whole of it.")
     return head
 
 
@@ -317,11 +315,13 @@ def fit_linear_head(
     std = features.std(0, correction=0)
     std = torch.where(std > 1e-12 * features.abs().amax(0), std, 1.0)
     z = (features - mean) / std
-    C = int(labels.max()) + 1
-    W = torch.zeros(C, z.shape[1], dtype=torch.float64, requires_grad=True)
-    b = torch.zeros(C, dtype=torch.float64, requires_grad=True)
+    classes = int(labels.max()) + 1
+    # No draw from the global generator.
+    head = nn.utils.skip_init(nn.Linear, z.shape[1], classes, dtype=torch.float64)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
     optimizer = torch.optim.LBFGS(
-        [W, b],
+        head.parameters(),
         max_iter=max_iter,
         tolerance_grad=1e-9,
         tolerance_change=0,
@@ -330,16 +330,14 @@ def fit_linear_head(
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = cross_entropy(z @ W.T + b, labels) + 0.5 * weight_decay * W.square().sum()
+        penalty = 0.5 * weight_decay * head.weight.square().sum()
+        value = cross_entropy(head(z), labels) + penalty
         value.backward()
         return value
 
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.enable_grad():
         optimizer.step(loss)
-    # No draw from the global generator.
-    head = nn.utils.skip_init(nn.Linear, z.shape[1], C, dtype=torch.float64)
     with torch.no_grad():
-        weight = W / std
-        head.weight.copy_(weight)
-        head.bias.copy_(b - weight @ mean)
+        head.weight /= std
+        head.bias -= head.weight @ mean
     return head

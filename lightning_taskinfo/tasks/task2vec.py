@@ -181,28 +181,21 @@ class Task2Vec:
 
     def _features(self, inputs: Any) -> Tensor:
         """Return what the head gets as input, ``[N, D]``, in float64 on the CPU."""
-        seen: list[tuple[Any, ...]] = []
+        seen: list[Any] = []
         head = self.network.get_submodule(self.head)
-        handle = head.register_forward_pre_hook(lambda _, args: seen.append(args))
-        parts = []
-        try:
-            with observing(self.network), torch.no_grad():
-                for batch in _batches.split(inputs, BATCH):
-                    seen.clear()
-                    self._outputs(batch)
-                    n = _batches.sample_count(batch)
-                    match seen:
-                        case [(Tensor(ndim=2) as features,)] if len(features) == n:
-                            parts.append(features.double().cpu())
-                        case _:
-                            got = [_batches.described(x) for args in seen for x in args]
-                            raise ValueError(
-                                "`head` must run once a pass, on one tensor [N, D], and is the last nn.Linear where "
-                                f"not given; {self.head!r} got {got} for {n} samples."
-                            )
-        finally:
-            handle.remove()
-        return torch.cat(parts)
+        handle = head.register_forward_pre_hook(lambda _, args: seen.extend(args))
+        with observing(self.network), torch.no_grad(), handle:
+            for batch in _batches.split(inputs, BATCH):
+                self._outputs(batch)
+        n = _batches.sample_count(inputs)
+        rows = [len(x) for x in seen if isinstance(x, Tensor) and x.ndim == 2]
+        if len(rows) < len(seen) or sum(rows) != n:
+            got = ", ".join(map(_batches.described, seen[:2]))
+            raise ValueError(
+                "`head` must run once a pass, on one tensor [N, D], and is the last nn.Linear where "
+                f"not given; {self.head!r} got {got or 'nothing'}, … for {n} samples."
+            )
+        return torch.cat(seen).double().cpu()
 
     def _fit(self, inputs: Any, targets: Tensor) -> None:
         """Put a fitted head into the network, and see that its outputs are the network's, up to a constant."""
@@ -212,45 +205,38 @@ class Task2Vec:
         head = fitted.to(like).eval().requires_grad_(False)
         self.network.set_submodule(self.head, head)
         some, _ = _batches.first_samples(inputs, None, 8)
-        with torch.no_grad():
-            logits = head(features[:8].to(like))
-            try:
-                theirs = self._outputs(some).softmax(-1)
-                same = torch.allclose(theirs, logits.softmax(-1), atol=1e-3)
-            except RuntimeError:  # a layer behind the head wants another number of inputs
-                same = False
-        if not same:
+        try:
+            with torch.no_grad():
+                expected = head(features[:8].to(like)).softmax(-1)
+                found = self._outputs(some).softmax(-1)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+        except (AssertionError, RuntimeError) as error:
+            # They differ, or a layer behind the head wants another number of inputs.
             raise ValueError(
                 f"`head` must be the last layer, whose outputs are the network's logits; {self.head!r} is not."
-            )
+            ) from error
 
     def _pick(self, n: int) -> Tensor:
         """Return which samples go into the Fisher information."""
-        if n <= self.max_samples:
-            return torch.arange(n)
         order = torch.randperm(n, generator=Generator().manual_seed(self.seed))
         return order[: self.max_samples].sort().values
 
     def _fisher(self, inputs: Any) -> list[Tensor]:
         """Return the mean Fisher information of each weight's filters, float64 on the CPU."""
-        generator = Generator(self.device).manual_seed(self.seed)
-        totals = [torch.zeros((), dtype=torch.float64)] * len(self.filters)
-        n = _batches.sample_count(inputs)
-        for batch in _batches.split(inputs, BATCH):
-            diagonal = fisher_diagonal(
-                self.network,
-                _batches.moved(batch, self.device),
-                labels=self.labels,
-                mc_samples=self.mc_samples,
-                generator=generator,
-                engine=self.engine,
-                forward_fn=self.forward_fn,
-            )
-            count = _batches.sample_count(batch)
-            for i, (name, layout) in enumerate(self.filters.items()):
-                means = filter_means(diagonal[name].double(), **layout)
-                totals[i] = totals[i] + means.cpu() * count / n
-        return totals
+        diagonal = fisher_diagonal(
+            self.network,
+            _batches.moved(inputs, self.device),
+            labels=self.labels,
+            mc_samples=self.mc_samples,
+            generator=Generator(self.device).manual_seed(self.seed),
+            engine=self.engine,
+            forward_fn=self.forward_fn,
+            chunk_size=BATCH,
+        )
+        means = []
+        for name, layout in self.filters.items():
+            means.append(filter_means(diagonal[name].double(), **layout).cpu())
+        return means
 
     def _error(self, inputs: Any, labels: Tensor, classes: Tensor) -> float:
         """Share of wrong answers of the network with its fitted head; a class that was not fitted is always wrong."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import islice, product
 from typing import Any, TypeAlias
 
 import torch
@@ -36,8 +36,6 @@ class Training:
         pretrain_steps: Optimizer steps without noise, before the first :math:`\beta`.
         steps: Optimizer steps with noisy weights, for each :math:`\beta`.
         batch_size: Samples of one step.
-        noises: Networks drawn in one step, each for all samples of the batch; more of them end
-            nearer the minimum.
         learning_rate: Rate for weights and means.
         log_variance_learning_rate: Rate for the log-variances, which have further to go.
         draws: Networks drawn from :math:`Q` to estimate :math:`E_Q[L_D]` after the training.
@@ -50,7 +48,6 @@ class Training:
     pretrain_steps: int = 400
     steps: int = 400
     batch_size: int = 128
-    noises: int = 1
     learning_rate: float = 1e-2
     log_variance_learning_rate: float = 1e-1
     draws: int = 32
@@ -61,7 +58,6 @@ class Training:
         check_counts(
             steps=self.steps,
             batch_size=self.batch_size,
-            noises=self.noises,
             chunk_size=self.chunk_size,
         )
         check_positive(
@@ -140,10 +136,9 @@ class Fit:
 
     def add_noise(self, centre: ParamDict, prior_std: float, seed: int) -> None:
         """Turn all weights noisy."""
-        std = START * prior_std
         add_weight_noise(
             self.model,
-            std=std,
+            std=START * prior_std,
             prior_center=centre,
             prior_std=prior_std,
             seed=seed,
@@ -158,9 +153,7 @@ class Fit:
     ) -> None:
         """Minimise the (expected) sum of the loss plus ``penalty()``, with noisy weights or without noise."""
         training = self.training
-        steps, noises = training.pretrain_steps, 1
-        if noisy:
-            steps, noises = training.steps, training.noises
+        steps = training.steps if noisy else training.pretrain_steps
         variances = [noise.log_variance for *_, noise in noisy_weights(self.model)]
         known = {id(v) for v in variances}
         weights = trainable_parameters(self.model).values()
@@ -178,36 +171,27 @@ class Fit:
         self.model.train()
         with own_randomness(seed), torch.enable_grad():
             for index in islice(batches, steps):
-                drawn = [self.losses(index).mean() for _ in range(noises)]
-                loss = torch.stack(drawn).mean() + penalty() / N  # never the size of the batch
+                loss = self.losses(index).mean() + penalty() / N  # never the size of the batch
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 scheduler.step()
 
+    @torch.no_grad()
     def expected_loss(self) -> Numbers:
         r"""Estimate ``loss``, the expected **sum** :math:`E_Q[L_D]`, and its Monte-Carlo standard error.
 
         Every chunk of samples sees a network of its own, which is as unbiased as one network for
         all, and varies less.
         """
-        draws = self.training.draws
-        with sampling(self.model):
-            drawn = [self.loss() for _ in range(draws)]
-        sums = torch.tensor(drawn, dtype=torch.float64)
-        error = sums.std() / math.sqrt(draws)
-        return {"loss": sums.mean().item(), "loss_error": error.item()}
-
-    @torch.no_grad()
-    def loss(self) -> float:
-        """Return the sum of the loss of the network as it is, in eval mode."""
-        self.model.eval()
         size = self.training.chunk_size
-        sums = []
-        for start in range(0, len(self.targets), size):
-            losses = self.losses(slice(start, start + size))
-            sums.append(losses.double().sum())
-        return torch.stack(sums).sum().item()
+        sums = torch.zeros(self.training.draws, dtype=torch.float64)
+        self.model.eval()
+        with sampling(self.model):
+            for draw, start in product(range(len(sums)), range(0, len(self.targets), size)):
+                sums[draw] += self.losses(slice(start, start + size)).double().sum()
+        error = sums.std() / math.sqrt(len(sums))
+        return {"loss": sums.mean().item(), "loss_error": error.item()}
 
 
 def _batches(n: int, batch_size: int, generator: Generator) -> Iterator[Tensor]:

@@ -175,7 +175,7 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
 def test_a_sweep_is_read_without_running_code(tmp_path):
     arguments = {"training": QUICK, "folder": tmp_path}
     structure_function(network, classes(), (1.0,), **arguments)
-    torch.save({"prior": {}, "rows": [], "model": network()}, tmp_path / "sweep.pt")
+    torch.save({"rows": [], "model": network()}, tmp_path / "sweep.pt")
     with pytest.raises(ValueError, match=r"sweep\.pt: .* Delete it") as caught:
         structure_function(network, classes(), (1.0,), **arguments)
     assert "weights_only" not in str(caught.value)
@@ -297,7 +297,6 @@ def test_refuses_outputs_that_do_not_fit_the_targets(model_fn, targets, likeliho
         ({"pretrain_steps": -1}, "`pretrain_steps` must not be negative, got -1"),
         ({"steps": 0}, "`steps` must be at least 1, got 0"),
         ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
-        ({"noises": 0}, "`noises` must be at least 1, got 0"),
         ({"learning_rate": 0.0}, r"`learning_rate` must be positive, got 0\.0"),
         ({"draws": 1}, "`draws` must be at least 2 for a standard error, got 1"),
     ],

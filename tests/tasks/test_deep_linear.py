@@ -37,9 +37,8 @@ def test_solutions_are_those_of_the_pseudo_inverse(draws):
     inverse = torch.linalg.pinv(draws.inputs)
     torch.testing.assert_close(solution, (inverse @ draws.labels).mT)
     projection = inverse @ draws.inputs
-    torch.testing.assert_close(
-        unseen, draws.source - (projection @ draws.source.unsqueeze(-1)).squeeze(-1)
-    )
+    seen = projection @ draws.source.unsqueeze(-1)
+    torch.testing.assert_close(unseen, draws.source.unsqueeze(1) - seen.mT)
 
 
 @pytest.mark.parametrize("sigma", [0.0, 1.0])

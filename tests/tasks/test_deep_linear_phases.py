@@ -7,8 +7,8 @@ import torch
 
 from lightning_taskinfo.tasks.deep_linear import (
     plot_phase_map,
+    plot_phase_overview,
     plot_phase_slices,
-    plot_phase_surface,
     simulate_phase_diagram,
     simulate_transfer,
     transferability,
@@ -78,7 +78,7 @@ def test_map_colours_are_the_gains():
 
 
 def test_slices_have_points_errors_and_lines(simulated):
-    _, ax = plot_phase_slices(simulated, printed=True)
+    _, ax = plot_phase_slices(simulated)
     assert len(ax.containers) == len(ANGLES)
     for index, container in enumerate(ax.containers):
         points, _, (bars,) = container
@@ -87,15 +87,12 @@ def test_slices_have_points_errors_and_lines(simulated):
         assert (high - low) / 2 == pytest.approx(
             simulated.standard_error[index, 0].item(), abs=1e-12
         )
-    dashed = [line for line in ax.lines if line.get_linestyle() == "--"]
-    assert len(dashed) == (len(ANGLES) if simulated.mode == "fine_tune" else 0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_surface_is_clipped_and_needs_no_pyplot(mode):
-    fig, ax = plot_phase_surface(mode, 0.2, clip=0.5)
-    assert ax.name == "3d"
-    assert max(abs(limit) for limit in ax.get_zlim()) < 0.6
+def test_the_overview_has_map_and_slices_over_one_range_and_needs_no_pyplot(simulated):
+    fig, (left, right) = plot_phase_overview(simulated)
+    assert left.get_xlim() == right.get_xlim() == (0, pytest.approx(1.1 * GAMMAS.max().item()))
+    assert len(right.containers) == len(ANGLES)
     assert (
         fig.canvas.manager is None
     )  # pyplot, which would keep the figure for good, does not know it

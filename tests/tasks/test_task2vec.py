@@ -187,6 +187,13 @@ def test_refuses_a_head_whose_outputs_are_not_the_logits(classes):
         )
 
 
+def test_log_probabilities_are_logits_too():
+    """A layer behind the head that shifts all logits of a sample changes nothing."""
+    plain, shifted = conv_network(), nn.Sequential(*conv_network(), nn.LogSoftmax(-1))
+    first, second = (Task2Vec(net).embed(task(n=60), name="a") for net in (plain, shifted))
+    torch.testing.assert_close(first.vector, second.vector)
+
+
 def test_a_whole_module_may_be_the_head():
     network = conv_network()
     network = nn.ModuleDict({"trunk": network[:6], "mlp": network[6:]})
@@ -240,7 +247,7 @@ def test_array_data_brings_its_name_and_its_test_split():
         ({"max_samples": 0}, "`max_samples` must be at least 1, got 0"),
         ({"weight_decay": 0.0}, "`weight_decay` must be positive, got 0.0"),
         ({"head": "fc"}, "`head` must name a module of the network, got 'fc'; there are"),
-        ({"head": ""}, "`head` must name a part of the network, got the whole of it"),
+        ({"head": ""}, "`head` must name a module of the network, got ''; there are"),
     ],
 )
 def test_refuses_arguments(arguments, message):

@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-BASE = ["rank", "--model=tests.cli.test_starts_rank.make_net", "--data=target.npz", "--labels=60"]
+BASE = ["rank", "--model=tests.cli.test_networks_rank.make_net", "--data=target.npz", "--labels=60"]
 STARTS = "--starts={good: good.pt, broken: broken.pt}"
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_taskinfo.tasks.student_teacher import (
+from benchmarks.evidence.students import (
     ReLUNetworks,
     fit_last_layer,
     random_networks,
