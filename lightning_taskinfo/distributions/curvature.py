@@ -57,10 +57,7 @@ class CurvatureBlock:
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the group's tensors as one matrix ``[R, D]``."""
         rows = len(self.eigenvalues)
-        parts = []
-        for name in self.names:
-            parts.append(tensors[name].reshape(rows, -1))
-        return torch.cat(parts, dim=1)
+        return torch.cat([tensors[name].reshape(rows, -1) for name in self.names], dim=1)
 
     def unpack(self, matrix: Tensor, shapes: Mapping[str, Sequence[int]]) -> ParamDict:
         """Cut a matrix ``[R, D]`` into tensors of the given shapes."""
@@ -70,6 +67,16 @@ class CurvatureBlock:
         for name, part in zip(self.names, parts, strict=True):
             tensors[name] = part.reshape(shapes[name])
         return tensors
+
+
+def turned(tensor: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """Return ``left @ tensor @ right.T``, the tensor seen as a matrix; ``None`` is the identity."""
+    matrix = tensor
+    if right is not None:
+        matrix = matrix.reshape(-1, len(right)) @ right.T
+    if left is not None:
+        matrix = left @ matrix.reshape(len(left), -1)
+    return matrix.reshape(tensor.shape)
 
 
 @dataclass(frozen=True)
@@ -104,11 +111,8 @@ def diagonal_curvature(diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
         >>> [block.eigenvalues.shape for block in diagonal_curvature({"weight": torch.ones(3, 2)})]
         [torch.Size([1, 6])]
     """
-    blocks = []
-    for name, values in diagonal.items():
-        row = _non_negative(name, values).reshape(1, -1)
-        blocks.append(CurvatureBlock((name,), row))
-    return blocks
+    rows = {name: _non_negative(name, values).reshape(1, -1) for name, values in diagonal.items()}
+    return [CurvatureBlock((name,), row) for name, row in rows.items()]
 
 
 def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[CurvatureBlock]:
@@ -123,9 +127,7 @@ def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[Cu
         >>> block.names, block.eigenvalues.tolist()
         (('weight', 'bias'), [[1.0, 2.0, 3.0]])
     """
-    one_row = {}
-    for layer, matrix in matrices.items():
-        one_row[layer] = matrix.new_ones(1)
+    one_row = {layer: matrix.new_ones(1) for layer, matrix in matrices.items()}
     return neuron_curvature(model, matrices, scales=one_row)
 
 
@@ -183,10 +185,9 @@ def kronecker_curvature(
     """
     blocks = []
     for name, block in factors.items():
+        columns = block.rows.new_ones(1) if block.columns is None else block.columns
         of_rows, left = _eigen(name, block.rows)
-        of_columns, right = of_rows.new_ones(1), None
-        if block.columns is not None:
-            of_columns, right = _eigen(name, block.columns)
+        of_columns, right = _eigen(name, columns)
         eigenvalues = scale * of_rows[:, None] * of_columns
         blocks.append(CurvatureBlock((name,), eigenvalues, left, right))
     return blocks
@@ -208,10 +209,8 @@ def with_diagonal(
         [(('weight',), [[0.0, 0.0]]), (('bias',), [[1.0]])]
     """
     found = [*blocks]
-    others = dict(diagonal)
-    for block in found:
-        for name in block.names:
-            others.pop(name, None)
+    known = {name for block in found for name in block.names}
+    others = {name: values for name, values in diagonal.items() if name not in known}
     return found + diagonal_curvature(others)
 
 
