@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_taskinfo._batches import split
 from lightning_taskinfo._files import read_checkpoint
 from lightning_taskinfo._observe import trainable_parameters, weights_now
 from lightning_taskinfo._random import own_randomness
@@ -164,12 +165,9 @@ def fixed_hashes(model: nn.Module) -> dict[str, bytes]:
 
 def hash_of(tensor: Tensor) -> bytes:
     """Return a hash of a tensor's values and shape."""
-    values = tensor.detach().cpu().contiguous()
-    shape = str(tuple(values.shape))
-    hashed = hashlib.blake2b(shape.encode(), digest_size=16)
-    if values.numel():
-        raw = values.reshape(-1).view(torch.uint8)
-        hashed.update(raw.numpy().data)
+    values = tensor.detach().cpu()
+    hashed = hashlib.blake2b(str(values.shape).encode(), digest_size=16)
+    hashed.update(values.flatten().view(torch.uint8).numpy().data)
     return hashed.digest()
 
 
@@ -211,32 +209,26 @@ def assumptions(model: nn.Module, prior: Prior) -> list[str]:
     ]
 
 
-def _about_the_center(model: nn.Module, prior: Prior) -> list[str]:
-    reasons = []
+def _about_the_center(model: nn.Module, prior: Prior) -> Iterator[str]:
     if prior.center is not None and not prior.origin:
-        reasons.append(
-            "the prior's centre is not known to be independent of the data: `origin` must say where it is from"
-        )
+        yield "the prior's centre is not known to be independent of the data: `origin` must say where it is from"
     values = prior.values()
     known = {name: p for name, p in trainable_parameters(model).items() if name in values}
     frozen_at_first = [name for name in known if name in prior.fixed]
     changed = [name for name in frozen_at_first if hash_of(values[name]) != prior.fixed[name]]
     if changed:
-        reasons.append(
-            f"the centre of `{changed[0]}`, which was frozen at first, is not the weight that training began with"
-        )
+        yield f"the centre of `{changed[0]}`, which was frozen at first, is not the weight that training began with"
     shared = [name for name, p in known.items() if _share_memory(values[name], p)]
     if shared:
-        reasons.append(
+        yield (
             f"the prior's centre shares memory with the trained weights ({shared[0]}), so it was trained with them: "
             "copy it before training"
         )
     elif _said_to_be_initial(prior) and _is_center(model, prior):
-        reasons.append(
+        yield (
             f"the prior's centre, {prior.origin!r}, equals the trained weights: it was copied after training, or "
             "nothing was learned"
         )
-    return reasons
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:
@@ -252,7 +244,7 @@ def _said_to_be_initial(prior: Prior) -> bool:
     return "init" in (prior.origin or "").lower()
 
 
-def _about_fixed_tensors(model: nn.Module, prior: Prior) -> list[str]:
+def _about_fixed_tensors(model: nn.Module, prior: Prior) -> Iterator[str]:
     """Frozen parameters and buffers are outside the KL: valid only if they are still what they were."""
     center = prior.values()
     found = defaultdict(list)
@@ -277,22 +269,15 @@ def _about_fixed_tensors(model: nn.Module, prior: Prior) -> list[str]:
         elif isinstance(owner, _BatchNorm):
             kind = "BatchNorm statistic"
         found[kind, wrong].append(name)
-    reasons = []
     for (kind, wrong), (first, *others) in found.items():
         more = f", like {len(others)} more," if others else ""
-        reasons.append(f"{kind} `{first}`{more} {wrong}")
-    return reasons
+        yield f"{kind} `{first}`{more} {wrong}"
 
 
 @torch.no_grad()
-def _about_the_batch(forward: Callable[[Any], Tensor], inputs: Any) -> list[str]:
+def _about_the_batch(forward: Callable[[Any], Tensor], inputs: Any) -> Iterator[str]:
     together = forward(inputs)
-    halves = [forward(pick(inputs, half)) for half in (slice(0, 2), slice(2, 4))]
-    apart = torch.cat(halves)
-    sizes = together.abs().nan_to_num(0.0, 0.0)
-    atol = 1e-4 * float(sizes.max())
-    if torch.allclose(together, apart, rtol=1e-3, atol=atol, equal_nan=True):
-        return []
-    return [
-        "the output for a sample depends on the other samples of its batch, so their losses are not independent"
-    ]
+    apart = torch.cat([forward(half) for half in split(inputs, 2)])
+    atol = 1e-4 * float(together.abs().nan_to_num(0.0, 0.0).max())
+    if not torch.allclose(together, apart, rtol=1e-3, atol=atol, equal_nan=True):
+        yield "the output for a sample depends on the other samples of its batch, so their losses are not independent"

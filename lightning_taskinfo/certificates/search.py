@@ -52,22 +52,32 @@ LONG = 8  # values that are more than a few
 TRY_DRAWS, TRY_SIZE = 16, 256  # networks, and samples for each, to compare post-distributions by
 
 
-def named_structures(structure: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the structures of one name or several; raise a ``ValueError`` if there is none, or one is none.
+def named_structures(structure: str | Iterable[str], error: ErrorKind = "class") -> tuple[str, ...]:
+    """Return the structures of one name or several, those of ``"auto"`` for a network of any width.
+
+    Args:
+        structure: The name or names.
+        error: What counts as an error; the last two structures are for one class per sample only.
+
+    Raises:
+        ValueError: If there is none, or one is none.
 
     Example:
         >>> named_structures("kron"), named_structures(["isotropic", "neuron"])
         (('kron',), ('isotropic', 'neuron'))
     """
+    possible = get_args(Structure)
+    if error != "class":
+        possible = possible[:3]
     names = (structure,) if isinstance(structure, str) else tuple(structure)
     if not names:
         raise ValueError("`structure` must name at least one structure, got none.")
     if names == ("auto",):
-        return get_args(Structure)
+        return possible
     for name in names:
-        if name not in get_args(Structure):
+        if name not in possible:
             raise ValueError(
-                f"`structure` must be 'auto' or one of {get_args(Structure)}, got {name!r}."
+                f"`structure` must be 'auto' or one of {possible} where `error` is {error!r}, got {name!r}."
             )
     return names
 
@@ -90,18 +100,10 @@ def curvatures_to_try(
         return {"given": structure}
     if any(isinstance(part, CurvatureBlock) for part in structure):
         return {"given": cast(Curvature, structure)}
-    names = named_structures(cast(Structures, structure))
-    possible = get_args(Structure)
-    if subject.error != "class":
-        possible = possible[:3]
-    if structure == "auto":
-        weights = trainable_parameters(subject.model).values()
-        wide = any(p.ndim > 1 and p[0].numel() > WIDEST for p in weights)
-        names = possible[:2] if wide else possible  # the cheap ones
-    elif not {*names} <= {*possible}:
-        raise ValueError(
-            f"`structure` must be 'auto' or of {possible} where `error` is {subject.error!r}, got {structure!r}."
-        )
+    names = named_structures(cast(Structures, structure), subject.error)
+    weights = trainable_parameters(subject.model).values()
+    if structure == "auto" and any(p.ndim > 1 and p[0].numel() > WIDEST for p in weights):
+        names = names[:2]  # the cheap ones
     return curvatures_of(subject, names, samples)
 
 

@@ -3,9 +3,8 @@
 :func:`layer_input_matrices` is what a forward pass alone tells about it, layer by layer.
 """
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -59,14 +58,11 @@ class CurvatureBlock:
         rows = len(self.eigenvalues)
         return torch.cat([tensors[name].reshape(rows, -1) for name in self.names], dim=1)
 
-    def unpack(self, matrix: Tensor, shapes: Mapping[str, Sequence[int]]) -> ParamDict:
-        """Cut a matrix ``[R, D]`` into tensors of the given shapes."""
-        widths = [math.prod(shapes[name]) // len(matrix) for name in self.names]
-        parts = matrix.split(widths, dim=1)
-        tensors = {}
-        for name, part in zip(self.names, parts, strict=True):
-            tensors[name] = part.reshape(shapes[name])
-        return tensors
+    def unpack(self, matrix: Tensor, like: Mapping[str, Tensor]) -> ParamDict:
+        """Cut a matrix ``[R, D]`` into tensors that have the shapes of the given ones."""
+        widths = [like[name].numel() // len(matrix) for name in self.names]
+        parts = dict(zip(self.names, matrix.split(widths, dim=1), strict=True))
+        return {name: part.reshape(like[name].shape) for name, part in parts.items()}
 
 
 def turned(tensor: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
@@ -161,7 +157,7 @@ def neuron_curvature(
         values, basis = _eigen(layer, matrix)
         names = parameter_names(model, layer)
         if scales is None:
-            scale = values.new_ones(len(trainable_parameters(model)[names[0]]))
+            scale = values.new_ones(len(model.get_parameter(names[0])))
         else:
             scale = _non_negative(layer, scales[layer])
         blocks.append(CurvatureBlock(names, scale[:, None] * values, right=basis))
@@ -299,9 +295,7 @@ def layer_input_matrices(
 
 def _layers(model: nn.Module) -> dict[nn.Module, str]:
     """Return the layers that a matrix of inputs describes whole, with their names."""
-    owners: Counter[nn.Parameter] = Counter()
-    for module in model.modules():
-        owners.update(module.parameters(recurse=False))
+    owners = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     found = {}
     for name, module in model.named_modules():
         plain_conv = isinstance(module, nn.Conv2d) and module.groups == 1

@@ -49,9 +49,7 @@ class WeightGaussian(ABC):
     """
 
     def __init__(self, mean: Weights) -> None:
-        self.mean: ParamDict = {}
-        for name, value in mean.items():
-            self.mean[name] = at_least_float32(value.detach()).clone()
+        self.mean = {name: at_least_float32(w.detach()).clone() for name, w in mean.items()}
 
     @abstractmethod
     def sample(self, generator: Generator | None = None) -> ParamDict:
@@ -133,16 +131,14 @@ class BlockGaussian(WeightGaussian):
         return drawing
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
-        shapes = {name: mean.shape for name, mean in self.mean.items()}
         drawn: ParamDict = {}
         for block in self._drawing:
             noise = block.eigenvalues * _randn_like(block.eigenvalues, generator)
-            drawn |= block.unpack(turned(noise, block.left, block.right), shapes)
+            drawn |= block.unpack(turned(noise, block.left, block.right), self.mean)
         return {name: mean + drawn[name] for name, mean in self.mean.items()}
 
     def log_det(self) -> Tensor:  # noqa: D102
-        logs = [block.eigenvalues.log().sum() for block in self.blocks]
-        return torch.stack(logs).sum()
+        return torch.stack([block.eigenvalues.log().sum() for block in self.blocks]).sum()
 
     def kl(self, pre: "IsotropicGaussian") -> Tensor:  # noqa: D102
         total = self._squared_shift(pre)
