@@ -58,7 +58,7 @@ class Prior:
     per_layer: bool = True
     fresh: Sequence[str] = ()
     seen: Any = field(default=None, repr=False, compare=False)
-    fixed: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    fixed: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         check_positive(stds=self.stds)
@@ -158,17 +158,17 @@ def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**frozen, **dict(model.named_buffers())}
 
 
-def fixed_hashes(model: nn.Module) -> dict[str, bytes]:
+def fixed_hashes(model: nn.Module) -> dict[str, str]:
     """Return a hash of each of them."""
     return {name: hash_of(tensor) for name, tensor in fixed_tensors(model).items()}
 
 
-def hash_of(tensor: Tensor) -> bytes:
+def hash_of(tensor: Tensor) -> str:
     """Return a hash of a tensor's values and shape."""
     values = tensor.detach().cpu()
     hashed = hashlib.blake2b(str(values.shape).encode(), digest_size=16)
     hashed.update(values.flatten().view(torch.uint8).numpy().data)
-    return hashed.digest()
+    return hashed.hexdigest()
 
 
 def reasons_against(

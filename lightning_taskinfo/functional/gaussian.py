@@ -40,7 +40,6 @@ def gaussian_kl_diag(
         .. [Achille2021] Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their
            structure and their distance*, 2019.
     """
-    mean_q, logvar_q, mean_p, logvar_p = torch.broadcast_tensors(mean_q, logvar_q, mean_p, logvar_p)
     rho = logvar_q - logvar_p  # [..., D]
     shift = (mean_q - mean_p).square() * (-logvar_p).exp()  # [..., D]
     return 0.5 * (rho.expm1() - rho + shift).sum(-1)  # [...]
