@@ -201,8 +201,7 @@ def certify(
         rows = search.rows(betas, network=fresh is not None, progress=tell)
         best, *others = best_of(rows, network=fresh is not None)
 
-        post, kl, price, prior_std = search.propose(best.structure, best.beta)
-        risks = fresh_risks(subject, post, draws, tell)
+        post, risks = fresh_risks(search, best, draws, tell)
         outside = risks[(risks < 0) | (risks > 1)]
         if len(outside):
             reasons.append(f"the loss must lie in [0, 1], got {outside[0].item()}")
@@ -212,7 +211,7 @@ def certify(
         else:
             ends = tail_bounds.betting_interval(risks, delta_draws)
         low, high = map(float, ends)
-        bound = proved = min(1.0, search.bound(high, kl + price))
+        bound = proved = min(1.0, search.bound(high, best.kl + best.price))
 
         network = None
         if fresh is not None:
@@ -227,8 +226,8 @@ def certify(
         risk=float(risks.mean()),
         risk_interval=(low, high),
         model_risk=model_risk,
-        kl=kl,
-        price=price,
+        kl=best.kl,
+        price=best.price,
         n=subject.n,
         delta=delta,
         delta_draws=delta_draws,
@@ -238,7 +237,7 @@ def certify(
         structure=best.structure,
         beta=best.beta,
         prior_origin="0" if prior.center is None else prior.origin or "unknown",
-        prior_std=prior_std,
+        prior_std=best.prior_std,
         prior_grid=len(prior.stds),
         error=error if loss_fn is None else "loss",
         network=network,
@@ -303,10 +302,13 @@ def _counts(subject: Subject, targets: Tensor | None) -> Tensor | None:
     return None  # a sequence that agrees everywhere agrees where labels would be
 
 
-def fresh_risks(subject: Subject, post: WeightGaussian, draws: int, progress: Progress) -> Tensor:
-    """Return the losses of some networks that nothing was chosen by, shape ``[draws, samples]``."""
+def fresh_risks(
+    search: Search, row: Candidate, draws: int, progress: Progress
+) -> tuple[WeightGaussian, Tensor]:
+    """Return a row's post-distribution, and losses of networks that nothing was chosen by, ``[draws, samples]``."""
+    post, *_ = search.propose(row.structure, row.beta)
     turns = counted(range(draws), draws, progress, "draws")
-    return torch.stack([subject.draw_losses(post, DRAW_SIZE)[0] for _ in turns])
+    return post, torch.stack([search.subject.draw_losses(post, DRAW_SIZE)[0] for _ in turns])
 
 
 def block_disagreements(
@@ -371,13 +373,12 @@ def network_bound(
         delta_network: Probability with which one of the two estimates may fail, half for each.
         progress: Told how many draws are done.
     """
-    subject = search.subject
-    post, kl, price, _ = search.propose(row.structure, row.beta)
-    risks = fresh_risks(subject, post, draws, progress).clamp(0, 1).mean(1)
-    means, size = block_disagreements(subject, post, inputs, counts, draws, progress)
+    post, losses = fresh_risks(search, row, draws, progress)
+    risks = losses.mean(1)
+    means, size = block_disagreements(search.subject, post, inputs, counts, draws, progress)
     risk_upper = float(tail_bounds.betting_upper_bound(risks, delta_network / 2))
     disagreement_upper = float(tail_bounds.betting_upper_bound(means, delta_network / 2))
-    stochastic = min(1.0, search.bound(risk_upper, kl + price))
+    stochastic = min(1.0, search.bound(risk_upper, row.kl + row.price))
     return NetworkBound(
         bound=min(1.0, stochastic + disagreement_upper),
         stochastic_bound=stochastic,
@@ -387,8 +388,8 @@ def network_bound(
         blocks=len(means),
         risk=float(risks.mean()),
         risk_upper=risk_upper,
-        kl=kl,
-        price=price,
+        kl=row.kl,
+        price=row.price,
         structure=row.structure,
         beta=row.beta,
         delta=delta_network,

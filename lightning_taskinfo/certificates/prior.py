@@ -137,8 +137,7 @@ def half_prior(
     order = torch.randperm(len(data[1]), generator=generator, device="cpu")
     half, rest = (pick(data, index) for index in order.tensor_split(2))
     network = deepcopy(model)
-    start = {**prior.values(), **prior.center_of(model)}
-    network.load_state_dict({**network.state_dict(), **start})
+    network.load_state_dict({**prior.values(), **prior.center_of(model)}, strict=False)
     with own_randomness(seed, next(network.parameters()).device):
         returned = half_fn(network, half)
     trained = returned if isinstance(returned, nn.Module) else network
@@ -148,8 +147,7 @@ def half_prior(
     origin = prior.origin
     if origin:
         origin += ", then trained on a random half of the samples, which is not certified"
-    informed = replace(prior, center=center, origin=origin, fresh=(), seen=half[0])
-    return informed, rest
+    return replace(prior, center=center, origin=origin, fresh=(), seen=half[0]), rest
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -250,15 +248,14 @@ def _about_fixed_tensors(model: nn.Module, prior: Prior) -> Iterator[str]:
     found = defaultdict(list)
     for name, value in fixed_tensors(model).items():
         known = prior.fixed.get(name)
-        shared = False
-        if known is None and name in center:
-            known = hash_of(center[name].to(value))
-            shared = _share_memory(center[name], value)
+        given = center.get(name) if known is None else None
+        if given is not None:
+            known = hash_of(given.to(value))
         if known is None:
             wrong = "is outside the KL and not part of the prior's centre to compare with"
         elif known != hash_of(value):
             wrong = "is outside the KL and differs from the prior's centre"
-        elif shared:
+        elif given is not None and _share_memory(given, value):
             wrong = "shares memory with the prior's centre: copy it before training"
         else:
             continue

@@ -138,21 +138,21 @@ def curvatures_of(
 
     found: dict[str, Curvature] = {}
     for structure in structures:
-        if structure == "diagonal":
-            found[structure] = diagonal_curvature(diagonal)
-        elif structure == "isotropic":
-            mean = torch.cat([h.flatten() for h in diagonal.values()]).mean().item()
-            same = {name: torch.full_like(h, mean) for name, h in diagonal.items()}
-            found[structure] = diagonal_curvature(same)
-        elif structure == "kron":
+        if structure == "kron":
             found[structure] = kronecker_curvature(factors, scale=n)
-        else:
+            continue
+        blocks: list[CurvatureBlock] = []
+        others = diagonal
+        if structure == "isotropic":
+            mean = torch.cat([h.flatten() for h in diagonal.values()]).mean().item()
+            others = {name: torch.full_like(h, mean) for name, h in diagonal.items()}
+        elif structure != "diagonal":
             scales = None
             if structure == "neuron":
                 scales = {layer: _felt(factors, layer, A) for layer, A in matrices.items()}
             sums = {layer: n * A for layer, A in matrices.items()}
             blocks = neuron_curvature(model, sums, scales=scales)
-            found[structure] = with_diagonal(blocks, diagonal)
+        found[structure] = with_diagonal(blocks, others)
     return found
 
 
@@ -361,9 +361,8 @@ def pareto_front(
     names = named_structures(structure)
     pairs = [*product((*names, "oracle"), betas)]
     samples = read_labelled(data, model=model, reader=Reader(batch_fn, forward_fn))
-    options: dict[str, Any] = {"error": error, "loss_fn": loss_fn, "forward_fn": forward_fn}
     with observing(model), shown(progress, "pareto_front", len(pairs)) as tell:
-        subject = Subject(model, samples, seed=seed, **options)
+        subject = Subject(model, samples, seed, error, loss_fn, forward_fn)
         wanted = [*dict.fromkeys((*names, "diagonal"))]  # the oracle needs the diagonal
         curvatures = curvatures_of(subject, wanted, curvature_samples)
         return Search(subject, prior or Prior(), curvatures, delta).try_out(pairs, tell, "picture")

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._batches import IGNORED, outputs_of, sample_count, take
+from lightning_taskinfo._batches import IGNORED, outputs_of, split, take
 from lightning_taskinfo._observe import HALVES, at_least_float32, trainable_parameters
 from lightning_taskinfo.certificates.samples import Samples
 from lightning_taskinfo.distributions import WeightGaussian
@@ -71,12 +71,12 @@ class Subject:
     @torch.no_grad()
     def predictions(self, inputs: Any) -> Tensor:
         """Return the predictions of the network's present weights for many inputs."""
-        chunks = _chunks(sample_count(inputs))
-        return torch.cat([predictions(self.outputs(inputs, index)) for index in chunks])
+        return torch.cat([predictions(self.outputs(part)) for part in split(inputs, CHUNK)])
 
     def all_losses(self) -> Tensor:
         """Return the losses of all samples under the network's present weights."""
-        return torch.cat([self.losses(index)[0] for index in _chunks(self.n)])
+        chunks = torch.arange(self.n, device="cpu").split(CHUNK)
+        return torch.cat([self.losses(index)[0] for index in chunks])
 
     @torch.no_grad()
     def losses(self, index: Index) -> Tensor:
@@ -111,10 +111,6 @@ class Subject:
             index = torch.randint(self.n, (size,), generator=self.generator, device=self.device)
         with post.with_weights(self.model, self.generator):
             return self.losses(index)
-
-
-def _chunks(n: int) -> tuple[Tensor, ...]:
-    return torch.arange(n, device="cpu").split(CHUNK)
 
 
 def pick(values: Any, index: Index, device: torch.device | None = None) -> Any:
