@@ -229,8 +229,8 @@ def add_weight_noise(
     picked = _pick(model, parameters)
     centres = prior_means(prior_center, picked)
     # Layers that are noisy already keep their noise during a forward of the whole model, too.
-    before = [module._held for module in model.modules() if isinstance(module, NoisyWeight)]
-    held = before[0] if before else _Held()
+    before = (module._held for module in model.modules() if isinstance(module, NoisyWeight))
+    held = next(before, _Held())
     owners = {model}
     for index, (name, mean) in enumerate(picked.items()):
         path, _, attribute = name.rpartition(".")

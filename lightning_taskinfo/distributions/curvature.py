@@ -152,10 +152,12 @@ def neuron_curvature(
     References:
         Pitas, *On PAC-Bayes bounds for deep neural networks using the loss curvature*, section 5.2.
     """
+    names_of = {p: name for name, p in trainable_parameters(model).items()}  # a tied one has one
     blocks = []
     for layer, matrix in matrices.items():
         values, basis = _eigen(layer, matrix)
-        names = parameter_names(model, layer)
+        own = model.get_submodule(layer).parameters(recurse=False)
+        names = tuple(names_of[p] for p in own if p.requires_grad)
         if scales is None:
             scale = values.new_ones(len(model.get_parameter(names[0])))
         else:
@@ -208,13 +210,6 @@ def with_diagonal(
     known = {name for block in found for name in block.names}
     others = {name: values for name, values in diagonal.items() if name not in known}
     return found + diagonal_curvature(others)
-
-
-def parameter_names(model: nn.Module, layer: str) -> tuple[str, ...]:
-    """Return the names of a layer's own trainable parameters; a tied one goes by the name the whole model gives it."""
-    names = {p: name for name, p in trainable_parameters(model).items()}
-    own = model.get_submodule(layer).parameters(recurse=False)
-    return tuple(names[p] for p in own if p.requires_grad)
 
 
 def _non_negative(name: str, values: Tensor) -> Tensor:
