@@ -21,6 +21,16 @@ UNIT = {
     "sequence": "makes an error in at most {} of new sequences",
     "loss": "has a mean loss of at most {} on new inputs",
 }
+REMEDIES = {  # part of a bound -> what it is for, and what lowers it
+    "complexity": "the KL of {kl:.0f} nats for {n} labels: a prior nearer to the trained weights (pretrained, or "
+    "trained on half of the labels by `half_fn`), frozen weights, or more labels lower it",
+    "disagreement": "the network and its draws disagree: a narrower post-distribution does so less, and becomes "
+    "cheaper with more labels or a prior nearer to the trained weights",
+    "inputs": "so few unlabelled inputs: more of them lower it",
+    "risk": "the error of the stochastic network itself: a network that fits the labels better, or whose predictions "
+    "tolerate noise in the weights, has a lower one",
+    "draws": "the Monte-Carlo interval: more `draws` narrow it",
+}
 
 
 def round_up(bound: float, digits: int = 4) -> float:
@@ -269,39 +279,25 @@ class Certificate:
         _, ours = self._proved()
         if test_set.bound is not None and test_set.bound > ours:
             four = 4 * test_set.n
-            tail = binomial_upper_bound(
-                round(four * cast(float, test_set.risk)), four, 1 - test_set.confidence
-            )
-            better = percent(float(tail))
+            errors = round(four * cast(float, test_set.risk))
+            better = percent(float(binomial_upper_bound(errors, four, 1 - test_set.confidence)))
             return f"More held-out labels tighten the test-set bound: {four} with the same error give {better}."
 
         network = self.network
         if network is None:
             bound, risk, upper, kl = self.bound, self.risk, self.risk_interval[1], self.kl
+            parts = {}
         else:
-            bound, risk, upper, kl = (
-                network.stochastic_bound,
-                network.risk,
-                network.risk_upper,
-                network.kl,
-            )
-        parts = {
-            f"the KL of {kl:.0f} nats for {self.n} labels: a prior nearer to the trained weights (pretrained, or "
-            "trained on half of the labels by `half_fn`), frozen weights, or more labels lower it": bound
-            - upper,
-            "the error of the stochastic network itself: a network that fits the labels better, or whose "
-            "predictions tolerate noise in the weights, has a lower one": risk,
-            "the Monte-Carlo interval: more `draws` narrow it": upper - risk,
-        }
-        if network is not None:
-            parts |= {
-                "the network and its draws disagree: a narrower post-distribution does so less, and "
-                "becomes cheaper with more labels or a prior nearer to the trained weights": network.disagreement,
-                "so few unlabelled inputs: more of them lower it": network.disagreement_upper
-                - network.disagreement,
+            bound, risk = network.stochastic_bound, network.risk
+            upper, kl = network.risk_upper, network.kl
+            parts = {
+                "disagreement": network.disagreement,
+                "inputs": network.disagreement_upper - network.disagreement,
             }
-        remedy, largest = max(parts.items(), key=itemgetter(1))
-        return f"The largest part of the certificate is {percent(largest)} for {remedy}."
+        parts |= {"complexity": bound - upper, "risk": risk, "draws": upper - risk}
+        name, size = max(parts.items(), key=itemgetter(1))
+        remedy = REMEDIES[name].format(kl=kl, n=self.n)
+        return f"The largest part of the certificate is {percent(size)} for {remedy}."
 
     def rows(self) -> dict[str, str]:
         """Return everything about a certificate, line by line."""
