@@ -144,9 +144,8 @@ def half_prior(
     # Frozen weights and buffers are still compared with the start: those of `model` may have
     # learned from the rest.
     center = prior.values() | weights_now(trained)
-    origin = prior.origin
-    if origin:
-        origin += ", then trained on a random half of the samples, which is not certified"
+    how = "then trained on a random half of the samples, which is not certified"
+    origin = prior.origin and f"{prior.origin}, {how}"
     return replace(prior, center=center, origin=origin, fresh=(), seen=half[0]), rest
 
 

@@ -90,8 +90,8 @@ class WeightGaussian(ABC):
 
     def _squared_shift(self, pre: "IsotropicGaussian") -> Tensor:
         """``Δᵀ Λ⁻¹ Δ``, after seeing that both Gaussians are over the same weights."""
-        if self.mean.keys() != pre.mean.keys():
-            names = sorted(self.mean.keys() ^ pre.mean.keys())
+        names = sorted(self.mean.keys() ^ pre.mean.keys())
+        if names:
             raise ValueError(f"`pre` must have the same parameters, got a difference in {names}.")
         squares = []
         for name, mean in self.mean.items():

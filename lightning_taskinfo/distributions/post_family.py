@@ -113,11 +113,10 @@ def standard_noise(weights: Mapping[str, Tensor], seed: int) -> ParamDict:
     generators: dict[torch.device, Generator] = {}
     noise = {}
     for name, w in weights.items():
-        if w.device not in generators:
-            generators[w.device] = Generator(w.device).manual_seed(seed)
+        generator = generators.setdefault(w.device, Generator(w.device).manual_seed(seed))
         noise[name] = torch.randn(
             w.shape,
-            generator=generators[w.device],
+            generator=generator,
             dtype=torch.promote_types(w.dtype, torch.float32),
             device=w.device,
         )
