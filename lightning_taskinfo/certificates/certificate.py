@@ -366,15 +366,14 @@ class Certificate:
 
     def __str__(self) -> str:
         lines = [f"{name:18s} {value}" for name, value in self.rows().items()]
-        lines.append("")
-        lines.append(" ".join(self._sentences()))
-        return "\n".join(lines)
+        return "\n".join([*lines, "", " ".join(self._sentences())])
 
     def _repr_html_(self) -> str:
         left = "style='text-align:left'"
         cells = ""
         for name, value in self.rows().items():
-            head = f"<th {left}>{html.escape(name)}</th>"
-            cells += f"<tr>{head}<td {left}>{html.escape(value)}</td></tr>"
+            cells += (
+                f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(value)}</td></tr>"
+            )
         first, *others = map(html.escape, self._sentences())
         return f"<p><b>{first}</b> {' '.join(others)}</p><table>{cells}</table>"

@@ -190,9 +190,10 @@ class Search:
         self.theorem = theorem
         self.center = prior.center_of(subject.model)
         self.weights = trainable_parameters(subject.model)
-        self.displacement: dict[str, Tensor] = {}
-        for name, p in self.weights.items():
-            self.displacement[name] = at_least_float32(p.detach()) - self.center[name]
+        self.displacement = {
+            name: at_least_float32(p.detach()) - self.center[name]
+            for name, p in self.weights.items()
+        }
 
     def bound(self, risk: float, complexity: float) -> float:
         """Return the theorem's bound for a risk and a complexity (KL and price, in nats)."""
