@@ -10,7 +10,7 @@ does that work.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -229,8 +229,8 @@ def add_weight_noise(
     picked = _pick(model, parameters)
     centres = prior_means(prior_center, picked)
     # Layers that are noisy already keep their noise during a forward of the whole model, too.
-    before = [module._held for module in model.modules() if isinstance(module, NoisyWeight)]
-    held = before[0] if before else _Held()
+    before = (module._held for module in model.modules() if isinstance(module, NoisyWeight))
+    held = next(before, _Held())
     owners = {model}
     for index, (name, mean) in enumerate(picked.items()):
         path, _, attribute = name.rpartition(".")
@@ -355,8 +355,7 @@ def sampling(model: nn.Module, enabled: bool = True) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def repeatable_noise(model: nn.Module) -> Iterator[None]:
+def repeatable_noise(model: nn.Module) -> AbstractContextManager[Any]:
     """Put the noise back afterwards, so that the next draws repeat those made inside.
 
     Args:
@@ -369,8 +368,7 @@ def repeatable_noise(model: nn.Module) -> Iterator[None]:
         >>> torch.equal(first, net(x))
         True
     """
-    with _put_back(model, "draws"):
-        yield
+    return _put_back(model, "draws")
 
 
 @contextmanager

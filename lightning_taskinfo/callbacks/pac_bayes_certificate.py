@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,7 +10,6 @@ from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.information_in_weights import CenteredProbe
-from lightning_taskinfo.callbacks.probe import check_choice
 from lightning_taskinfo.callbacks.source import Samples
 from lightning_taskinfo.certificates import (
     BETAS,
@@ -24,7 +23,7 @@ from lightning_taskinfo.certificates import (
 from lightning_taskinfo.certificates.certify import check_choices
 from lightning_taskinfo.certificates.prior import fixed_hashes
 from lightning_taskinfo.certificates.search import Structures, named_structures
-from lightning_taskinfo.certificates.subject import ErrorKind, check_scores
+from lightning_taskinfo.certificates.subject import ErrorKind, check_scores, check_word
 from lightning_taskinfo.plotting import plot_pareto
 
 
@@ -116,8 +115,8 @@ class PACBayesCertificate(CenteredProbe):
             )
         check_positive(prior_stds=prior_stds)
         check_choices(delta, draws, betas, delta_draws=delta_draws)
-        named_structures(structure)  # refuses what it does not know
-        check_choice("error", error, *get_args(ErrorKind))
+        check_word("error", error, ErrorKind)
+        named_structures(structure, error)  # refuses what it does not know
         self.error = error
         self.prior_origin = prior_origin
         self.structure = structure
@@ -129,7 +128,7 @@ class PACBayesCertificate(CenteredProbe):
         self.pareto = pareto
         self.certificate: Certificate | None = None
         self.tradeoff: list[Candidate] = []
-        self._fixed: dict[str, bytes] = {}  # hashes of frozen weights and buffers at the start
+        self._fixed: dict[str, str] = {}  # hashes of frozen weights and buffers at the start
         self._late = False
         self._bar = False
 
@@ -169,7 +168,6 @@ class PACBayesCertificate(CenteredProbe):
         return certify(
             model,
             (samples.inputs, samples.targets),  # type: ignore[arg-type]  # which were checked
-            self._prior(samples.targets),
             structure=self.structure,
             draws=self.draws,
             delta_draws=self.delta_draws,
@@ -178,7 +176,9 @@ class PACBayesCertificate(CenteredProbe):
 
     def _options(self) -> dict[str, Any]:
         """Return what the search of a certificate and that of the trade-off share."""
+        origin = None if self._late else self.prior_origin
         return {
+            "prior": Prior(self.center, origin, self.prior_stds, fixed=self._fixed),
             "batch_fn": lambda pair: pair,  # read already: labels would be shifted twice
             "forward_fn": self.forward_fn,
             "error": self.error,
@@ -204,9 +204,7 @@ class PACBayesCertificate(CenteredProbe):
         if not self.pareto or self.certificate is None or not self._trainer.is_global_zero:
             return
         pool = self._source.pool
-        prior = self._prior(pool[1])
-        model = self._trainer.lightning_module
-        self.tradeoff = pareto_front(model, pool, prior, **self._options())
+        self.tradeoff = pareto_front(self._trainer.lightning_module, pool, **self._options())
         rows = []
         best: dict[str, float] = {}
         for candidate in self.tradeoff:
@@ -220,20 +218,10 @@ class PACBayesCertificate(CenteredProbe):
         plot = partial(plot_pareto, self.tradeoff, len(pool[1]), delta=self.delta)
         self._log_rows("certificate_pareto", rows, plot)
 
-    def _prior(self, targets: Any) -> Prior:
-        center = {name: w.to(targets.device) for name, w in self.center.items()}
-        origin = None if self._late else self.prior_origin
-        return Prior(center, origin=origin, stds=self.prior_stds, fixed=self._fixed)
-
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "fixed": {name: digest.hex() for name, digest in self._fixed.items()},
-            "late": self._late,
-        }
+        return {**super().state_dict(), "fixed": self._fixed, "late": self._late}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        fixed = state_dict["fixed"]
-        self._fixed = {name: bytes.fromhex(digest) for name, digest in fixed.items()}
+        self._fixed = dict(state_dict["fixed"])
         self._late = state_dict["late"]

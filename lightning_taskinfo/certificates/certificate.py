@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_taskinfo.distributions import WeightGaussian
@@ -19,6 +20,16 @@ UNIT = {
     "token": "errs on at most {} of the tokens of a new sequence on average",
     "sequence": "makes an error in at most {} of new sequences",
     "loss": "has a mean loss of at most {} on new inputs",
+}
+REMEDIES = {  # part of a bound -> what it is for, and what lowers it
+    "complexity": "the KL of {kl:.0f} nats for {n} labels: a prior nearer to the trained weights (pretrained, or "
+    "trained on half of the labels by `half_fn`), frozen weights, or more labels lower it",
+    "disagreement": "the network and its draws disagree: a narrower post-distribution does so less, and becomes "
+    "cheaper with more labels or a prior nearer to the trained weights",
+    "inputs": "so few unlabelled inputs: more of them lower it",
+    "risk": "the error of the stochastic network itself: a network that fits the labels better, or whose predictions "
+    "tolerate noise in the weights, has a lower one",
+    "draws": "the Monte-Carlo interval: more `draws` narrow it",
 }
 
 
@@ -66,11 +77,6 @@ class Candidate:
     bound: float
     prior_std: Mapping[str, float]
     disagreement: float = math.inf
-
-    @property
-    def network_bound(self) -> float:
-        """What the same numbers promise for the network itself."""
-        return self.bound + self.disagreement
 
 
 @dataclass(frozen=True)
@@ -139,15 +145,6 @@ class TestSetBound:
     bound: float | None
     break_even: float
     confidence: float
-
-    def in_words(self) -> str:
-        """Return what was proved, if anything was."""
-        if self.bound is None:
-            return "no held-out labels were given (`held_out`)"
-        return (
-            f"true risk of the network itself at most {round_up(self.bound):.4f}  (error {self.risk:.4f} on "
-            f"{self.n} held-out labels, confidence {self.confidence:.4g})"
-        )
 
 
 @dataclass(frozen=True)
@@ -231,9 +228,8 @@ class Certificate:
         del values["post"]
         values["confidence"] = self.confidence
         for row in values["candidates"]:
-            for key, value in row.items():
-                if value == math.inf:  # which JSON does not know
-                    row[key] = None
+            if row["disagreement"] == math.inf:  # which JSON does not know
+                row["disagreement"] = None
         return values
 
     def to_json(self, **options: Any) -> str:
@@ -242,95 +238,86 @@ class Certificate:
 
     def reading(self) -> str:
         """Return the certificate as one sentence."""
-        says = UNIT[self.error]
-        stochastic = says.format(percent(self.bound))
         if not self.valid:
             reasons = "; ".join(self.reasons)
             return f"Nothing can be claimed about the stochastic network: {reasons}."
+        says = UNIT[self.error]
+        stochastic = says.format(percent(self.bound))
         sure = f"With confidence {self.confidence:.4g} the stochastic network {stochastic}"
         network = self.network
         if network is None:
             return f"{sure}; nothing follows from that for the network itself."
-        own = says.format(percent(network.bound))
-        if network.confidence == self.confidence:
-            return f"{sure}, and the network itself {own}."
-        return f"{sure}, and with confidence {network.confidence:.4g} the network itself {own}."
+        also = ""
+        if network.confidence != self.confidence:
+            also = f"with confidence {network.confidence:.4g} "
+        return f"{sure}, and {also}the network itself {says.format(percent(network.bound))}."
 
     def comparison(self) -> str:
         """Return which proof is stronger."""
-        test_set = self.test_set
-        ours = self._proved()
-        whose = "the bound for the stochastic network"
-        if self.network is not None:
-            whose = "the bound for the network itself"
-        if test_set.bound is None and test_set.break_even < 0:
+        whose, ours = self._proved()
+        n, theirs, break_even = self.test_set.n, self.test_set.bound, self.test_set.break_even
+        if theirs is None and break_even < 0:
+            return f"{n} held-out labels would prove less than {whose}, whatever the network's error on them."
+        if theirs is None:
             return (
-                f"{test_set.n} held-out labels would prove less than {whose}, whatever the network's error on "
-                "them."
+                f"Holding out {n} of these labels for testing would give a better bound than {whose}, if the "
+                f"error on them is at most {100 * break_even:.1f} %."
             )
-        if test_set.bound is None:
-            return (
-                f"Holding out {test_set.n} of these labels for testing would give a better bound than {whose}, if the "
-                f"error on them is at most {100 * test_set.break_even:.1f} %."
-            )
-        if test_set.bound <= ours:
-            return f"The test-set bound is stronger: {percent(test_set.bound)} against {percent(ours)} by {whose}."
-        return f"{whose.capitalize()} is stronger: {percent(ours)} against {percent(test_set.bound)} on the test set."
+        if theirs <= ours:
+            return f"The test-set bound is stronger: {percent(theirs)} against {percent(ours)} by {whose}."
+        return f"{whose.capitalize()} is stronger: {percent(ours)} against {percent(theirs)} on the test set."
+
+    def _proved(self) -> tuple[str, float]:
+        """The bound for the network itself, or else for its stochastic version, with its name."""
+        if self.network is None:
+            return "the bound for the stochastic network", self.bound
+        return "the bound for the network itself", self.network.bound
 
     def advice(self) -> str:
-        """Return what would tighten the weaker proof."""
+        """Return what would tighten the weaker proof: held-out labels, or the largest part of the certificate."""
         test_set = self.test_set
-        if test_set.bound is None or test_set.risk is None:
-            return self._largest_part()
-        if test_set.bound <= self._proved():
-            return self._largest_part()
-        four = 4 * test_set.n
-        errors = round(four * test_set.risk)
-        tail = binomial_upper_bound(errors, four, 1 - test_set.confidence)
-        better = percent(float(tail))
-        return f"More held-out labels tighten the test-set bound: {four} with the same error give {better}."
+        _, ours = self._proved()
+        if test_set.bound is not None and test_set.bound > ours:
+            four = 4 * test_set.n
+            errors = round(four * cast(float, test_set.risk))
+            better = percent(float(binomial_upper_bound(errors, four, 1 - test_set.confidence)))
+            return f"More held-out labels tighten the test-set bound: {four} with the same error give {better}."
 
-    def _proved(self) -> float:
-        """The bound for the network itself, or else for its stochastic version."""
-        return self.bound if self.network is None else self.network.bound
-
-    def _largest_part(self) -> str:
-        """Name the largest part of the bound, and its remedy."""
         network = self.network
         if network is None:
-            risk, upper = self.risk, self.risk_interval[1]
-            parts = {"complexity": self.bound - upper}
+            bound, risk, upper, kl = self.bound, self.risk, self.risk_interval[1], self.kl
+            parts = {}
         else:
-            risk, upper = network.risk, network.risk_upper
+            bound, risk = network.stochastic_bound, network.risk
+            upper, kl = network.risk_upper, network.kl
             parts = {
-                "complexity": network.stochastic_bound - upper,
                 "disagreement": network.disagreement,
                 "inputs": network.disagreement_upper - network.disagreement,
             }
-        parts |= {"risk": risk, "draws": upper - risk}
-        kl = self.kl if network is None else network.kl
-        remedies = {
-            "complexity": f"the KL of {kl:.0f} nats for {self.n} labels: a prior nearer to the trained weights "
-            "(pretrained, or trained on half of the labels by `half_fn`), frozen weights, or more labels lower it",
-            "disagreement": "the network and its draws disagree: a narrower post-distribution does so less, and "
-            "becomes cheaper with more labels or a prior nearer to the trained weights",
-            "inputs": "so few unlabelled inputs: more of them lower it",
-            "risk": "the error of the stochastic network itself: a network that fits the labels better, or whose "
-            "predictions tolerate noise in the weights, has a lower one",
-            "draws": "the Monte-Carlo interval: more `draws` narrow it",
-        }
-        largest = max(parts, key=lambda name: parts[name])
-        return f"The largest part of the certificate is {percent(parts[largest])} for {remedies[largest]}."
+        parts |= {"complexity": bound - upper, "risk": risk, "draws": upper - risk}
+        name, size = max(parts.items(), key=itemgetter(1))
+        remedy = REMEDIES[name].format(kl=kl, n=self.n)
+        return f"The largest part of the certificate is {percent(size)} for {remedy}."
 
     def rows(self) -> dict[str, str]:
         """Return everything about a certificate, line by line."""
         low, high = self.risk_interval
-        valid = "yes"
-        if not self.valid:
-            valid = "NO: " + "; ".join(self.reasons)
-        stds = []
-        for layer, std in self.prior_std.items():
-            stds.append(f"{std:.4g} for {layer or 'all layers'}")
+        valid = "yes" if self.valid else "NO: " + "; ".join(self.reasons)
+        stds = [f"{std:.4g} for {name or 'all layers'}" for name, std in self.prior_std.items()]
+        network, test_set = self.network, self.test_set
+        itself = "no bound by disagreement: that needs fresh inputs without labels (`unlabelled`)"
+        if network is not None:
+            itself = (
+                f"true risk at most {round_up(network.bound):.4f}  = {round_up(network.stochastic_bound):.4f} for a "
+                f"stochastic one + {round_up(network.disagreement_upper):.4f} for disagreement on {network.inputs} "
+                f"unlabelled inputs (confidence {network.confidence:.4g})"
+            )
+        held_out = "no held-out labels were given (`held_out`)"
+        if test_set.bound is not None:
+            held_out = (
+                f"true risk of the network itself at most {round_up(test_set.bound):.4f}  (error {test_set.risk:.4f} "
+                f"on {test_set.n} held-out labels, confidence {test_set.confidence:.4g})"
+            )
         return {
             "true risk at most": f"{round_up(self.bound):.4f}  ({self.theorem} bound, "
             f"confidence {self.confidence:.4g})",
@@ -338,8 +325,8 @@ class Certificate:
             "valid": valid,
             "empirical risk": f"{self.risk:.4f}  in [{1 - round_up(1 - low):.4f}, {round_up(high):.4f}] "
             f"by {self.draws} fresh networks",
-            "network itself": _in_words(self.network),
-            "test-set bound": self.test_set.in_words(),
+            "network itself": itself,
+            "test-set bound": held_out,
             "its training risk": f"{self.model_risk:.4f}  (the network's own, on the certified samples)",
             "KL(Q‖P)": f"{self.kl:.1f} nats, + {self.price:.1f} for choosing the prior's scale "
             f"from {self.prior_grid}",
@@ -379,25 +366,14 @@ class Certificate:
 
     def __str__(self) -> str:
         lines = [f"{name:18s} {value}" for name, value in self.rows().items()]
-        lines.append("")
-        lines.append(" ".join(self._sentences()))
-        return "\n".join(lines)
+        return "\n".join([*lines, "", " ".join(self._sentences())])
 
     def _repr_html_(self) -> str:
         left = "style='text-align:left'"
         cells = ""
         for name, value in self.rows().items():
-            head = f"<th {left}>{html.escape(name)}</th>"
-            cells += f"<tr>{head}<td {left}>{html.escape(value)}</td></tr>"
+            cells += (
+                f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(value)}</td></tr>"
+            )
         first, *others = map(html.escape, self._sentences())
         return f"<p><b>{first}</b> {' '.join(others)}</p><table>{cells}</table>"
-
-
-def _in_words(network: NetworkBound | None) -> str:
-    if network is None:
-        return "no bound by disagreement: that needs fresh inputs without labels (`unlabelled`)"
-    return (
-        f"true risk at most {round_up(network.bound):.4f}  = {round_up(network.stochastic_bound):.4f} for a "
-        f"stochastic one + {round_up(network.disagreement_upper):.4f} for disagreement on {network.inputs} "
-        f"unlabelled inputs (confidence {network.confidence:.4g})"
-    )

@@ -6,6 +6,7 @@ inputs; and that of held-out labels.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, Literal, TypeAlias
 
@@ -33,12 +34,10 @@ from lightning_taskinfo.certificates.samples import (
 )
 from lightning_taskinfo.certificates.search import (
     BETAS,
-    Curvature,
     Search,
     Structures,
     Theorem,
     best_of,
-    bound_of,
     curvatures_to_try,
 )
 from lightning_taskinfo.certificates.subject import (
@@ -51,6 +50,7 @@ from lightning_taskinfo.certificates.subject import (
     pick,
 )
 from lightning_taskinfo.distributions import WeightGaussian
+from lightning_taskinfo.distributions.gaussian import Curvature
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional import tail_bounds
 from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
@@ -175,21 +175,21 @@ def certify(
 
     # Read everything, and refuse what cannot be used, before the long work begins.
     check_certifiable(model)
-    reading: dict[str, Any] = {"model": model, "reader": Reader(batch_fn, forward_fn)}
-    samples = read_labelled(data, **reading)
+    reader = Reader(batch_fn, forward_fn)
+    samples = read_labelled(data, model=model, reader=reader)
     prior.center_of(model)
     if half_fn is not None:
         prior, samples = priors.half_prior(prior, model, samples, half_fn, seed)
     fresh = labelled = None
     if unlabelled is not None:
-        fresh = read_inputs(unlabelled, **reading)
+        fresh = read_inputs(unlabelled, model=model, reader=reader)
     if held_out is not None:
-        labelled = read_labelled(held_out, argument="held_out", **reading)
+        labelled = read_labelled(held_out, argument="held_out", model=model, reader=reader)
     notes = _check_use(prior, samples, fresh, labelled)
 
     with observing(model), shown(progress, "certify", len(betas)) as tell:
-        options: dict[str, Any] = {"error": error, "loss_fn": loss_fn, "forward_fn": forward_fn}
-        subject = Subject(model, samples, seed=seed, **options)
+        subject = Subject(model, samples, seed, error, loss_fn, forward_fn)
+        tested = None if labelled is None else replace(subject, samples=labelled)
         model_risk = float(subject.all_losses().mean())
         if known_error is not None:
             _check_known_error(model_risk, known_error, subject.n)
@@ -197,12 +197,11 @@ def certify(
         few = pick(subject.inputs, slice(4))
         reasons = priors.reasons_against(model, prior, few, subject.outputs)
         curvatures = curvatures_to_try(subject, structure, curvature_samples)
-        search = Search(subject, prior, curvatures, bound_of(theorem, subject.n, delta))
+        search = Search(subject, prior, curvatures, delta, theorem)
         rows = search.rows(betas, network=fresh is not None, progress=tell)
         best, *others = best_of(rows, network=fresh is not None)
 
-        winner = search.propose(best.structure, best.beta)
-        risks = fresh_risks(subject, winner.post, draws, tell)
+        post, risks = fresh_risks(search, best, draws, tell)
         outside = risks[(risks < 0) | (risks > 1)]
         if len(outside):
             reasons.append(f"the loss must lie in [0, 1], got {outside[0].item()}")
@@ -212,16 +211,13 @@ def certify(
         else:
             ends = tail_bounds.betting_interval(risks, delta_draws)
         low, high = map(float, ends)
-        bound = proved = min(1.0, search.bound(high, winner.kl + winner.price))
+        bound = proved = min(1.0, search.bound(high, best.kl + best.price))
 
         network = None
         if fresh is not None:
-            network = network_bound(
-                search, others[0], fresh[0], counts, draws, delta, delta_network, tell
-            )
+            network = network_bound(search, others[0], fresh[0], counts, draws, delta_network, tell)
             proved = network.bound
-        other = None if labelled is None else Subject(model, labelled, seed=0, **options)
-        test_set = held_out_bound(subject, other, proved, delta + delta_draws)
+        test_set = held_out_bound(subject, tested, proved, delta + delta_draws)
     return Certificate(
         bound=bound,
         valid=not reasons,
@@ -230,8 +226,8 @@ def certify(
         risk=float(risks.mean()),
         risk_interval=(low, high),
         model_risk=model_risk,
-        kl=winner.kl,
-        price=winner.price,
+        kl=best.kl,
+        price=best.price,
         n=subject.n,
         delta=delta,
         delta_draws=delta_draws,
@@ -241,13 +237,13 @@ def certify(
         structure=best.structure,
         beta=best.beta,
         prior_origin="0" if prior.center is None else prior.origin or "unknown",
-        prior_std=winner.prior_std,
+        prior_std=best.prior_std,
         prior_grid=len(prior.stds),
         error=error if loss_fn is None else "loss",
         network=network,
         test_set=test_set,
         candidates=tuple(rows),
-        post=winner.post,
+        post=post,
     )
 
 
@@ -306,10 +302,13 @@ def _counts(subject: Subject, targets: Tensor | None) -> Tensor | None:
     return None  # a sequence that agrees everywhere agrees where labels would be
 
 
-def fresh_risks(subject: Subject, post: WeightGaussian, draws: int, progress: Progress) -> Tensor:
-    """Return the losses of some networks that nothing was chosen by, shape ``[draws, samples]``."""
+def fresh_risks(
+    search: Search, row: Candidate, draws: int, progress: Progress
+) -> tuple[WeightGaussian, Tensor]:
+    """Return a row's post-distribution, and losses of networks that nothing was chosen by, ``[draws, samples]``."""
+    post, *_ = search.propose(row.structure, row.beta)
     turns = counted(range(draws), draws, progress, "draws")
-    return torch.stack([subject.draw_losses(post, DRAW_SIZE)[0] for _ in turns])
+    return post, torch.stack([search.subject.draw_losses(post, DRAW_SIZE)[0] for _ in turns])
 
 
 def block_disagreements(
@@ -360,7 +359,6 @@ def network_bound(
     inputs: Any,
     counts: Tensor | None,
     draws: int,
-    delta: float,
     delta_network: float,
     progress: Progress,
 ) -> NetworkBound:
@@ -372,17 +370,15 @@ def network_bound(
         inputs: The fresh inputs.
         counts: Where a prediction on them counts.
         draws: Number of networks to draw for each of the two estimates.
-        delta: Probability with which the theorem may fail.
         delta_network: Probability with which one of the two estimates may fail, half for each.
         progress: Told how many draws are done.
     """
-    subject = search.subject
-    post, kl, price, _ = search.propose(row.structure, row.beta)
-    risks = fresh_risks(subject, post, draws, progress).clamp(0, 1).mean(1)
-    means, size = block_disagreements(subject, post, inputs, counts, draws, progress)
+    post, losses = fresh_risks(search, row, draws, progress)
+    risks = losses.mean(1)
+    means, size = block_disagreements(search.subject, post, inputs, counts, draws, progress)
     risk_upper = float(tail_bounds.betting_upper_bound(risks, delta_network / 2))
     disagreement_upper = float(tail_bounds.betting_upper_bound(means, delta_network / 2))
-    stochastic = min(1.0, search.bound(risk_upper, kl + price))
+    stochastic = min(1.0, search.bound(risk_upper, row.kl + row.price))
     return NetworkBound(
         bound=min(1.0, stochastic + disagreement_upper),
         stochastic_bound=stochastic,
@@ -392,12 +388,12 @@ def network_bound(
         blocks=len(means),
         risk=float(risks.mean()),
         risk_upper=risk_upper,
-        kl=kl,
-        price=price,
+        kl=row.kl,
+        price=row.price,
         structure=row.structure,
         beta=row.beta,
         delta=delta_network,
-        confidence=1 - delta - delta_network,
+        confidence=1 - search.delta - delta_network,
     )
 
 

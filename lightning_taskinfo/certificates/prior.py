@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_taskinfo._batches import split
 from lightning_taskinfo._files import read_checkpoint
 from lightning_taskinfo._observe import trainable_parameters, weights_now
 from lightning_taskinfo._random import own_randomness
@@ -57,7 +58,7 @@ class Prior:
     per_layer: bool = True
     fresh: Sequence[str] = ()
     seen: Any = field(default=None, repr=False, compare=False)
-    fixed: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    fixed: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         check_positive(stds=self.stds)
@@ -136,19 +137,16 @@ def half_prior(
     order = torch.randperm(len(data[1]), generator=generator, device="cpu")
     half, rest = (pick(data, index) for index in order.tensor_split(2))
     network = deepcopy(model)
-    start = {**prior.values(), **prior.center_of(model)}
-    network.load_state_dict({**network.state_dict(), **start})
+    network.load_state_dict({**prior.values(), **prior.center_of(model)}, strict=False)
     with own_randomness(seed, next(network.parameters()).device):
         returned = half_fn(network, half)
     trained = returned if isinstance(returned, nn.Module) else network
     # Frozen weights and buffers are still compared with the start: those of `model` may have
     # learned from the rest.
     center = prior.values() | weights_now(trained)
-    origin = prior.origin
-    if origin:
-        origin += ", then trained on a random half of the samples, which is not certified"
-    informed = replace(prior, center=center, origin=origin, fresh=(), seen=half[0])
-    return informed, rest
+    how = "then trained on a random half of the samples, which is not certified"
+    origin = prior.origin and f"{prior.origin}, {how}"
+    return replace(prior, center=center, origin=origin, fresh=(), seen=half[0]), rest
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -157,20 +155,17 @@ def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**frozen, **dict(model.named_buffers())}
 
 
-def fixed_hashes(model: nn.Module) -> dict[str, bytes]:
+def fixed_hashes(model: nn.Module) -> dict[str, str]:
     """Return a hash of each of them."""
     return {name: hash_of(tensor) for name, tensor in fixed_tensors(model).items()}
 
 
-def hash_of(tensor: Tensor) -> bytes:
+def hash_of(tensor: Tensor) -> str:
     """Return a hash of a tensor's values and shape."""
-    values = tensor.detach().cpu().contiguous()
-    shape = str(tuple(values.shape))
-    hashed = hashlib.blake2b(shape.encode(), digest_size=16)
-    if values.numel():
-        raw = values.reshape(-1).view(torch.uint8)
-        hashed.update(raw.numpy().data)
-    return hashed.digest()
+    values = tensor.detach().cpu()
+    hashed = hashlib.blake2b(str(values.shape).encode(), digest_size=16)
+    hashed.update(values.flatten().view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
 
 
 def reasons_against(
@@ -211,32 +206,26 @@ def assumptions(model: nn.Module, prior: Prior) -> list[str]:
     ]
 
 
-def _about_the_center(model: nn.Module, prior: Prior) -> list[str]:
-    reasons = []
+def _about_the_center(model: nn.Module, prior: Prior) -> Iterator[str]:
     if prior.center is not None and not prior.origin:
-        reasons.append(
-            "the prior's centre is not known to be independent of the data: `origin` must say where it is from"
-        )
+        yield "the prior's centre is not known to be independent of the data: `origin` must say where it is from"
     values = prior.values()
     known = {name: p for name, p in trainable_parameters(model).items() if name in values}
     frozen_at_first = [name for name in known if name in prior.fixed]
     changed = [name for name in frozen_at_first if hash_of(values[name]) != prior.fixed[name]]
     if changed:
-        reasons.append(
-            f"the centre of `{changed[0]}`, which was frozen at first, is not the weight that training began with"
-        )
+        yield f"the centre of `{changed[0]}`, which was frozen at first, is not the weight that training began with"
     shared = [name for name, p in known.items() if _share_memory(values[name], p)]
     if shared:
-        reasons.append(
+        yield (
             f"the prior's centre shares memory with the trained weights ({shared[0]}), so it was trained with them: "
             "copy it before training"
         )
     elif _said_to_be_initial(prior) and _is_center(model, prior):
-        reasons.append(
+        yield (
             f"the prior's centre, {prior.origin!r}, equals the trained weights: it was copied after training, or "
             "nothing was learned"
         )
-    return reasons
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:
@@ -252,21 +241,20 @@ def _said_to_be_initial(prior: Prior) -> bool:
     return "init" in (prior.origin or "").lower()
 
 
-def _about_fixed_tensors(model: nn.Module, prior: Prior) -> list[str]:
+def _about_fixed_tensors(model: nn.Module, prior: Prior) -> Iterator[str]:
     """Frozen parameters and buffers are outside the KL: valid only if they are still what they were."""
     center = prior.values()
     found = defaultdict(list)
     for name, value in fixed_tensors(model).items():
         known = prior.fixed.get(name)
-        shared = False
-        if known is None and name in center:
-            known = hash_of(center[name].to(value))
-            shared = _share_memory(center[name], value)
+        given = center.get(name) if known is None else None
+        if given is not None:
+            known = hash_of(given.to(value))
         if known is None:
             wrong = "is outside the KL and not part of the prior's centre to compare with"
         elif known != hash_of(value):
             wrong = "is outside the KL and differs from the prior's centre"
-        elif shared:
+        elif given is not None and _share_memory(given, value):
             wrong = "shares memory with the prior's centre: copy it before training"
         else:
             continue
@@ -277,22 +265,15 @@ def _about_fixed_tensors(model: nn.Module, prior: Prior) -> list[str]:
         elif isinstance(owner, _BatchNorm):
             kind = "BatchNorm statistic"
         found[kind, wrong].append(name)
-    reasons = []
     for (kind, wrong), (first, *others) in found.items():
         more = f", like {len(others)} more," if others else ""
-        reasons.append(f"{kind} `{first}`{more} {wrong}")
-    return reasons
+        yield f"{kind} `{first}`{more} {wrong}"
 
 
 @torch.no_grad()
-def _about_the_batch(forward: Callable[[Any], Tensor], inputs: Any) -> list[str]:
+def _about_the_batch(forward: Callable[[Any], Tensor], inputs: Any) -> Iterator[str]:
     together = forward(inputs)
-    halves = [forward(pick(inputs, half)) for half in (slice(0, 2), slice(2, 4))]
-    apart = torch.cat(halves)
-    sizes = together.abs().nan_to_num(0.0, 0.0)
-    atol = 1e-4 * float(sizes.max())
-    if torch.allclose(together, apart, rtol=1e-3, atol=atol, equal_nan=True):
-        return []
-    return [
-        "the output for a sample depends on the other samples of its batch, so their losses are not independent"
-    ]
+    apart = torch.cat([forward(half) for half in split(inputs, 2)])
+    atol = 1e-4 * float(together.abs().nan_to_num(0.0, 0.0).max())
+    if not torch.allclose(together, apart, rtol=1e-3, atol=atol, equal_nan=True):
+        yield "the output for a sample depends on the other samples of its batch, so their losses are not independent"

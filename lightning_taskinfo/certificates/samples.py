@@ -17,8 +17,6 @@ from lightning_taskinfo._batches import (
     joined,
     joined_targets,
     moved,
-    read_batch,
-    read_by,
     sample_count,
     tensors,
 )
@@ -133,23 +131,19 @@ def _is_one_batch(data: Any) -> bool:
 
 
 def _batches_of(data: Any) -> list[Any]:
-    loader = data
-    if not isinstance(data, DataLoader):
-        loader = DataLoader(data, batch_size=BATCH)
+    loader = data if isinstance(data, DataLoader) else DataLoader(data)
     return [*DataLoader(loader.dataset, batch_size=BATCH, collate_fn=loader.collate_fn)]
 
 
 def _read(
     batch: Any,
-    model: nn.Module | None,
+    model: Any,  # a module, or none
     reader: Reader,
     labelled: bool,
 ) -> tuple[Any, Tensor | None]:
     """Read one batch the way that callbacks do."""
-    if reader.batch_fn is not None:
-        return read_by(reader.batch_fn, batch)
     unlabelled = False
-    if not labelled:
+    if not labelled and reader.batch_fn is None:
         if isinstance(batch, list | tuple) and all(part is None for part in batch[1:]):
             batch = batch[0]  # of a dataset of one tensor, or beside no targets
         if isinstance(batch, Tensor):
@@ -158,12 +152,12 @@ def _read(
             nothing = torch.zeros(sample_count(batch), dtype=torch.long, device="cpu")
             batch = {**batch, "labels": nothing}
             unlabelled = True
-    if model is not None:
+    if model is not None and reader.batch_fn is None:
         device = next(model.parameters()).device
         if device.type != "cpu":
             # Finds out once how the model is called.
             reader.read(model, moved(batch, device))
-    inputs, targets = read_batch(batch, model, reader.forward_fn)
+    inputs, targets = reader.read(model, batch)
     return inputs, None if unlabelled else targets
 
 

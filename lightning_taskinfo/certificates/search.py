@@ -7,7 +7,7 @@ Each is made from a curvature of the loss: which there are, how they are estimat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +32,19 @@ from lightning_taskinfo.distributions import (
     pre_distribution,
     with_diagonal,
 )
+from lightning_taskinfo.distributions.gaussian import Curvature
 from lightning_taskinfo.fisher import KroneckerFactors, fisher_diagonal, kronecker_factors
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional import pac_bayes
 
 Structure: TypeAlias = Literal["isotropic", "diagonal", "layer_inputs", "neuron", "kron"]
 Structures: TypeAlias = Structure | Literal["auto"] | Sequence[Structure]
-Curvature: TypeAlias = Sequence[CurvatureBlock] | LowRankCurvature
 Theorem: TypeAlias = Literal["kl", "mcallester", "catoni"]
-Bound: TypeAlias = Callable[[float, float], float]
+BOUNDS = {
+    "kl": pac_bayes.kl_bound,
+    "mcallester": pac_bayes.mcallester_bound,
+    "catoni": pac_bayes.catoni_bound,
+}
 WIDEST = 2048  # inputs of a layer up to which "auto" tries matrices of them
 BETAS = tuple(10 ** (j / 4) for j in range(-8, 17))  # 0.01 … 10⁴
 COARSE = 4  # of a long grid, every fourth value is tried first, and then those around the best
@@ -48,22 +52,32 @@ LONG = 8  # values that are more than a few
 TRY_DRAWS, TRY_SIZE = 16, 256  # networks, and samples for each, to compare post-distributions by
 
 
-def named_structures(structure: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the structures of one name or several; raise a ``ValueError`` if there is none, or one is none.
+def named_structures(structure: str | Iterable[str], error: ErrorKind = "class") -> tuple[str, ...]:
+    """Return the structures of one name or several, those of ``"auto"`` for a network of any width.
+
+    Args:
+        structure: The name or names.
+        error: What counts as an error; the last two structures are for one class per sample only.
+
+    Raises:
+        ValueError: If there is none, or one is none.
 
     Example:
         >>> named_structures("kron"), named_structures(["isotropic", "neuron"])
         (('kron',), ('isotropic', 'neuron'))
     """
+    possible = get_args(Structure)
+    if error != "class":
+        possible = possible[:3]
     names = (structure,) if isinstance(structure, str) else tuple(structure)
     if not names:
         raise ValueError("`structure` must name at least one structure, got none.")
     if names == ("auto",):
-        return get_args(Structure)
+        return possible
     for name in names:
-        if name not in get_args(Structure):
+        if name not in possible:
             raise ValueError(
-                f"`structure` must be 'auto' or one of {get_args(Structure)}, got {name!r}."
+                f"`structure` must be 'auto' or one of {possible} where `error` is {error!r}, got {name!r}."
             )
     return names
 
@@ -86,18 +100,10 @@ def curvatures_to_try(
         return {"given": structure}
     if any(isinstance(part, CurvatureBlock) for part in structure):
         return {"given": cast(Curvature, structure)}
-    names = named_structures(cast(Structures, structure))
-    possible = get_args(Structure)
-    if subject.error != "class":
-        possible = possible[:3]
-    if structure == "auto":
-        weights = trainable_parameters(subject.model).values()
-        wide = any(p.ndim > 1 and p[0].numel() > WIDEST for p in weights)
-        names = possible[:2] if wide else possible  # the cheap ones
-    elif not {*names} <= {*possible}:
-        raise ValueError(
-            f"`structure` must be 'auto' or of {possible} where `error` is {subject.error!r}, got {structure!r}."
-        )
+    names = named_structures(cast(Structures, structure), subject.error)
+    weights = trainable_parameters(subject.model).values()
+    if structure == "auto" and any(p.ndim > 1 and p[0].numel() > WIDEST for p in weights):
+        names = names[:2]  # the cheap ones
     return curvatures_of(subject, names, samples)
 
 
@@ -132,21 +138,21 @@ def curvatures_of(
 
     found: dict[str, Curvature] = {}
     for structure in structures:
-        if structure == "diagonal":
-            found[structure] = diagonal_curvature(diagonal)
-        elif structure == "isotropic":
-            mean = torch.cat([h.flatten() for h in diagonal.values()]).mean().item()
-            same = {name: torch.full_like(h, mean) for name, h in diagonal.items()}
-            found[structure] = diagonal_curvature(same)
-        elif structure == "kron":
+        if structure == "kron":
             found[structure] = kronecker_curvature(factors, scale=n)
-        else:
+            continue
+        blocks: list[CurvatureBlock] = []
+        others = diagonal
+        if structure == "isotropic":
+            mean = torch.cat([h.flatten() for h in diagonal.values()]).mean().item()
+            others = {name: torch.full_like(h, mean) for name, h in diagonal.items()}
+        elif structure != "diagonal":
             scales = None
             if structure == "neuron":
                 scales = {layer: _felt(factors, layer, A) for layer, A in matrices.items()}
             sums = {layer: n * A for layer, A in matrices.items()}
             blocks = neuron_curvature(model, sums, scales=scales)
-            found[structure] = with_diagonal(blocks, diagonal)
+        found[structure] = with_diagonal(blocks, others)
     return found
 
 
@@ -158,36 +164,6 @@ def _felt(factors: Mapping[str, KroneckerFactors], layer: str, A: Tensor) -> Ten
     return of_neurons * (of_inputs.sum() / same)
 
 
-def bound_of(theorem: Theorem, n: int, delta: float) -> Bound:
-    """Return the bound of a theorem for ``n`` samples: a function of risk and complexity (KL and price), in nats."""
-    bounds = {
-        "kl": pac_bayes.kl_bound,
-        "mcallester": pac_bayes.mcallester_bound,
-        "catoni": pac_bayes.catoni_bound,
-    }
-
-    def bound(risk: float, complexity: float) -> float:
-        return float(bounds[theorem](risk, complexity, n, delta))
-
-    return bound
-
-
-class Proposal(NamedTuple):
-    """A post-distribution and what it costs.
-
-    Attributes:
-        post: The post-distribution.
-        kl: Its KL from the pre-distribution, in nats.
-        price: Price of choosing the prior's scales, in nats.
-        prior_std: Those scales, by layer.
-    """
-
-    post: WeightGaussian
-    kl: float
-    price: float
-    prior_std: dict[str, float]
-
-
 class Search:
     """Post-distributions around one network, and what a few draws promise of them.
 
@@ -195,20 +171,33 @@ class Search:
         subject: The network and its samples.
         prior: Its pre-distribution.
         curvatures: Curvatures by name.
-        bound: The bound to rank by.
+        delta: Probability with which the bound may fail.
+        theorem: The bound to rank by.
     """
 
     def __init__(
-        self, subject: Subject, prior: Prior, curvatures: Mapping[str, Curvature], bound: Bound
+        self,
+        subject: Subject,
+        prior: Prior,
+        curvatures: Mapping[str, Curvature],
+        delta: float,
+        theorem: Theorem = "kl",
     ) -> None:
         self.subject = subject
         self.prior = prior
         self.curvatures = curvatures
-        self.bound = bound
+        self.delta = delta
+        self.theorem = theorem
         self.center = prior.center_of(subject.model)
-        self.displacement: dict[str, Tensor] = {}
-        for name, p in trainable_parameters(subject.model).items():
-            self.displacement[name] = at_least_float32(p.detach()) - self.center[name]
+        self.weights = trainable_parameters(subject.model)
+        self.displacement = {
+            name: at_least_float32(p.detach()) - self.center[name]
+            for name, p in self.weights.items()
+        }
+
+    def bound(self, risk: float, complexity: float) -> float:
+        """Return the theorem's bound for a risk and a complexity (KL and price, in nats)."""
+        return float(BOUNDS[self.theorem](risk, complexity, self.subject.n, self.delta))
 
     def rows(self, betas: Sequence[float], *, network: bool, progress: Progress) -> list[Candidate]:
         """Try all curvatures with some of a long grid, then the values near the best.
@@ -222,15 +211,12 @@ class Search:
         first = betas[::COARSE] if len(betas) > LONG else betas
         pairs = [*product(self.curvatures, first)]
         rows = self.try_out(pairs, progress, "search")
-        if len(first) == len(betas):
-            return rows
-        near: dict[tuple[str, float], None] = {}
+        near: list[tuple[str, float]] = []
         winners = {(row.structure, row.beta) for row in best_of(rows, network=network)}
-        for name, beta in sorted(winners):
+        for structure, beta in sorted(winners):
             place = betas.index(beta)
-            around = betas[max(0, place - COARSE + 1) : place + COARSE]
-            near |= dict.fromkeys(product([name], around))
-        others = [pair for pair in near if pair not in pairs]
+            near += product([structure], betas[max(0, place - COARSE + 1) : place + COARSE])
+        others = [pair for pair in dict.fromkeys(near) if pair not in pairs]
         return rows + self.try_out(others, progress, "search closer")
 
     def try_out(
@@ -241,19 +227,16 @@ class Search:
         for structure, beta in counted(pairs, len(pairs), progress, label):
             post, kl, price, prior_std = self.propose(structure, beta)
             draws = [self.subject.draw_losses(post, TRY_SIZE) for _ in range(TRY_DRAWS)]
-            losses, differences = (
-                torch.stack([part.mean() for part in parts]).mean()
-                for parts in zip(*draws, strict=True)
-            )
-            risk = float(losses.clamp(0, 1))
-            found = self.bound(risk, kl + price)
-            rows.append(
-                Candidate(structure, beta, risk, kl, price, found, prior_std, float(differences))
-            )
+            loss, disagreement = torch.stack(draws).mean((0, 2)).tolist()
+            risk = min(max(loss, 0.0), 1.0)
+            bound = self.bound(risk, kl + price)
+            rows.append(Candidate(structure, beta, risk, kl, price, bound, prior_std, disagreement))
         return rows
 
-    def propose(self, structure: str, beta: float) -> Proposal:
-        """Return the post-distribution of one curvature and β."""
+    def propose(
+        self, structure: str, beta: float
+    ) -> tuple[WeightGaussian, float, float, dict[str, float]]:
+        """Return the post-distribution of one curvature and β, its KL, the price of the scales, and the scales."""
         if structure == "oracle":
             return self._oracle(beta)
         curvature = self.curvatures[structure]
@@ -261,31 +244,28 @@ class Search:
         by_layer, price = choose_scales(blocks, self.displacement, self.prior, beta)
         stds = {name: by_layer[self.prior.layer_of(name)] for name in self.center}
         pre = pre_distribution(self.center, prior_std=stds)
-        post = post_distribution(self.subject.model, pre, curvature, beta=beta)
-        return Proposal(post, float(post.kl(pre)), price, by_layer)
+        post = post_distribution(self.weights, pre, curvature, beta=beta)
+        return post, float(post.kl(pre)), price, by_layer
 
-    def _oracle(self, beta: float) -> Proposal:
-        """Return the post-distribution for the best diagonal prior around the centre, of the diagonal curvature."""
+    def _oracle(self, beta: float) -> tuple[WeightGaussian, float, float, dict[str, float]]:
+        """Return the same for the best diagonal prior around the centre, of the diagonal curvature."""
         blocks = []
         kl = 0.0
         for block in cast(Sequence[CurvatureBlock], self.curvatures["diagonal"]):
-            oracle = pac_bayes.oracle_complexity(
-                block.eigenvalues, block.pack(self.displacement), beta=beta
-            )
-            variances = oracle.post_variance.nan_to_num(
-                posinf=0.0
-            )  # not felt by the loss: left alone
+            shift = block.pack(self.displacement)
+            oracle = pac_bayes.oracle_complexity(block.eigenvalues, shift, beta=beta)
+            # A weight that the loss does not feel is left alone.
+            variances = oracle.post_variance.nan_to_num(posinf=0.0)
             blocks.append(CurvatureBlock(block.names, variances))
             kl += float(oracle.kl)
-        weights = trainable_parameters(self.subject.model)
-        return Proposal(BlockGaussian(weights, blocks), kl, 0.0, {})
+        return BlockGaussian(self.weights, blocks), kl, 0.0, {}
 
 
 def best_of(rows: Sequence[Candidate], *, network: bool) -> list[Candidate]:
     """Return the best row for the stochastic network, and if wanted the best for the network itself."""
     best = [min(rows, key=lambda row: row.bound)]
     if network:
-        best.append(min(rows, key=lambda row: row.network_bound))
+        best.append(min(rows, key=lambda row: row.bound + row.disagreement))
     return best
 
 
@@ -295,8 +275,7 @@ def diagonal_of(curvature: LowRankCurvature) -> list[CurvatureBlock]:
     diagonal = {}
     for name, h in curvature.diagonal.items():
         squares = curvature.factor[name].double() ** 2
-        along = torch.tensordot(scales, squares, dims=1)
-        diagonal[name] = h.double() + along
+        diagonal[name] = h.double() + torch.tensordot(scales, squares, dims=1)
     return diagonal_curvature(diagonal)
 
 
@@ -325,14 +304,12 @@ def choose_scales(
             raise ValueError(
                 f"`structure` must keep layers apart where `per_layer` is true, got a block of {block.names}."
             )
-        shift = sum(float(displacement[name].double().square().sum()) for name in block.names)
-        block_costs = []
+        shift = float(block.pack(displacement).double().square().sum())
+        added = []
         for std in prior.stds:
-            ratio = std**2 * block.eigenvalues / beta
-            gain = float(ratio.log1p().sum())
-            block_costs.append(shift / std**2 + gain)
-        added = torch.tensor(block_costs, dtype=torch.float64, device="cpu")
-        costs[layer] = costs.get(layer, 2 * prices) + added
+            gain = (std**2 * block.eigenvalues / beta).log1p().sum()
+            added.append(shift / std**2 + float(gain))
+        costs[layer] = costs.get(layer, 2 * prices) + prices.new_tensor(added)
     chosen = {layer: int(cost.argmin()) for layer, cost in costs.items()}
     by_layer = {layer: prior.stds[j] for layer, j in chosen.items()}
     return by_layer, float(prices[[*chosen.values()]].sum())
@@ -385,10 +362,8 @@ def pareto_front(
     names = named_structures(structure)
     pairs = [*product((*names, "oracle"), betas)]
     samples = read_labelled(data, model=model, reader=Reader(batch_fn, forward_fn))
-    options: dict[str, Any] = {"error": error, "loss_fn": loss_fn, "forward_fn": forward_fn}
     with observing(model), shown(progress, "pareto_front", len(pairs)) as tell:
-        subject = Subject(model, samples, seed=seed, **options)
+        subject = Subject(model, samples, seed, error, loss_fn, forward_fn)
         wanted = [*dict.fromkeys((*names, "diagonal"))]  # the oracle needs the diagonal
         curvatures = curvatures_of(subject, wanted, curvature_samples)
-        bound = bound_of("kl", subject.n, delta)
-        return Search(subject, prior or Prior(), curvatures, bound).try_out(pairs, tell, "picture")
+        return Search(subject, prior or Prior(), curvatures, delta).try_out(pairs, tell, "picture")

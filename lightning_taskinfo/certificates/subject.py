@@ -4,12 +4,13 @@ An error, and a disagreement, is one class per sample, or one per token of a seq
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._batches import IGNORED, outputs_of, sample_count, take
+from lightning_taskinfo._batches import IGNORED, outputs_of, split, take
 from lightning_taskinfo._observe import HALVES, at_least_float32, trainable_parameters
 from lightning_taskinfo.certificates.samples import Samples
 from lightning_taskinfo.distributions import WeightGaussian
@@ -22,6 +23,7 @@ ErrorKind: TypeAlias = Literal["class", "token", "sequence"]
 CHUNK = 1024  # samples that go through the network at a time
 
 
+@dataclass
 class Subject:
     """A trained network and the samples it is certified on; it is called inside ``observing``.
 
@@ -37,28 +39,22 @@ class Subject:
         ValueError: If the network has no plain weights to draw, or its outputs do not fit the labels.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        samples: Samples,
-        *,
-        seed: int,
-        error: ErrorKind = "class",
-        loss_fn: Loss | None = None,
-        forward_fn: Forward | None = None,
-    ) -> None:
-        self.device = check_certifiable(model)
-        self.model = model
-        self.inputs, self.targets = samples
+    model: nn.Module
+    samples: Samples
+    seed: int = 0
+    error: ErrorKind = "class"
+    loss_fn: Loss | None = None
+    forward_fn: Forward | None = None
+
+    def __post_init__(self) -> None:
+        self.device = check_certifiable(self.model)
+        self.inputs, self.targets = self.samples
         self.n = len(self.targets)
-        self.generator = Generator(self.device).manual_seed(seed)
-        self.error = error
-        self.loss_fn = loss_fn
-        self.forward_fn = forward_fn
-        if loss_fn is None:
+        self.generator = Generator(self.device).manual_seed(self.seed)
+        if self.loss_fn is None:
             with torch.no_grad():
                 few = self.outputs(self.inputs, slice(2))
-            check_scores(error, few, self.targets[:2], self.targets)
+            check_scores(self.error, few, self.targets[:2], self.targets)
             self.own = self.predictions(self.inputs)
 
     def outputs(self, inputs: Any, index: Index = slice(None)) -> Tensor:
@@ -75,18 +71,21 @@ class Subject:
     @torch.no_grad()
     def predictions(self, inputs: Any) -> Tensor:
         """Return the predictions of the network's present weights for many inputs."""
-        chunks = _chunks(sample_count(inputs))
-        return torch.cat([predictions(self.outputs(inputs, index)) for index in chunks])
+        return torch.cat([predictions(self.outputs(part)) for part in split(inputs, CHUNK)])
 
     def all_losses(self) -> Tensor:
         """Return the losses of all samples under the network's present weights."""
-        return torch.cat([self.losses(index)[0] for index in _chunks(self.n)])
+        chunks = torch.arange(self.n, device="cpu").split(CHUNK)
+        return torch.cat([self.losses(index)[0] for index in chunks])
 
     @torch.no_grad()
-    def losses(self, index: Index) -> tuple[Tensor, Tensor]:
+    def losses(self, index: Index) -> Tensor:
         """Return the losses of some samples under the present weights, and their disagreement with the network.
 
         A loss of the user's own knows no disagreement: it is infinite.
+
+        Returns:
+            Both, shape ``[2, samples]``, float64.
         """
         targets = pick(self.targets, index, self.device)
         outputs = self.outputs(self.inputs, index)
@@ -94,8 +93,8 @@ class Subject:
             predicted = predictions(outputs)
             own = pick(self.own, index, self.device)
             counted = targets != IGNORED
-            wrong = differences(predicted, targets, counted, self.error)
-            return wrong, differences(predicted, own, counted, self.error)
+            both = [differences(predicted, other, counted, self.error) for other in (targets, own)]
+            return torch.stack(both)
         values = self.loss_fn(outputs, targets)
         if values.shape != targets.shape[:1]:
             raise ValueError(
@@ -103,19 +102,15 @@ class Subject:
             )
         # An output that is no number is an error.
         losses = torch.nan_to_num(values.double(), nan=1.0)
-        return losses, torch.full_like(losses, torch.inf)
+        return torch.stack([losses, torch.full_like(losses, torch.inf)])
 
-    def draw_losses(self, post: WeightGaussian, size: int) -> tuple[Tensor, Tensor]:
+    def draw_losses(self, post: WeightGaussian, size: int) -> Tensor:
         """Draw one network; return its losses and disagreements on ``size`` random samples, or on all there are."""
         index: Index = slice(None)
         if size < self.n:
             index = torch.randint(self.n, (size,), generator=self.generator, device=self.device)
         with post.with_weights(self.model, self.generator):
             return self.losses(index)
-
-
-def _chunks(n: int) -> tuple[Tensor, ...]:
-    return torch.arange(n, device="cpu").split(CHUNK)
 
 
 def pick(values: Any, index: Index, device: torch.device | None = None) -> Any:

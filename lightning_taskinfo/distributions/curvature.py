@@ -3,9 +3,8 @@
 :func:`layer_input_matrices` is what a forward pass alone tells about it, layer by layer.
 """
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -57,19 +56,23 @@ class CurvatureBlock:
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the group's tensors as one matrix ``[R, D]``."""
         rows = len(self.eigenvalues)
-        parts = []
-        for name in self.names:
-            parts.append(tensors[name].reshape(rows, -1))
-        return torch.cat(parts, dim=1)
+        return torch.cat([tensors[name].reshape(rows, -1) for name in self.names], dim=1)
 
-    def unpack(self, matrix: Tensor, shapes: Mapping[str, Sequence[int]]) -> ParamDict:
-        """Cut a matrix ``[R, D]`` into tensors of the given shapes."""
-        widths = [math.prod(shapes[name]) // len(matrix) for name in self.names]
-        parts = matrix.split(widths, dim=1)
-        tensors = {}
-        for name, part in zip(self.names, parts, strict=True):
-            tensors[name] = part.reshape(shapes[name])
-        return tensors
+    def unpack(self, matrix: Tensor, like: Mapping[str, Tensor]) -> ParamDict:
+        """Cut a matrix ``[R, D]`` into tensors that have the shapes of the given ones."""
+        widths = [like[name].numel() // len(matrix) for name in self.names]
+        parts = dict(zip(self.names, matrix.split(widths, dim=1), strict=True))
+        return {name: part.reshape(like[name].shape) for name, part in parts.items()}
+
+
+def turned(tensor: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """Return ``left @ tensor @ right.T``, the tensor seen as a matrix; ``None`` is the identity."""
+    matrix = tensor
+    if right is not None:
+        matrix = matrix.reshape(-1, len(right)) @ right.T
+    if left is not None:
+        matrix = left @ matrix.reshape(len(left), -1)
+    return matrix.reshape(tensor.shape)
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,8 @@ def diagonal_curvature(diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:
         >>> [block.eigenvalues.shape for block in diagonal_curvature({"weight": torch.ones(3, 2)})]
         [torch.Size([1, 6])]
     """
-    blocks = []
-    for name, values in diagonal.items():
-        row = _non_negative(name, values).reshape(1, -1)
-        blocks.append(CurvatureBlock((name,), row))
-    return blocks
+    rows = {name: _non_negative(name, values).reshape(1, -1) for name, values in diagonal.items()}
+    return [CurvatureBlock((name,), row) for name, row in rows.items()]
 
 
 def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[CurvatureBlock]:
@@ -123,9 +123,7 @@ def layer_curvature(model: nn.Module, matrices: Mapping[str, Tensor]) -> list[Cu
         >>> block.names, block.eigenvalues.tolist()
         (('weight', 'bias'), [[1.0, 2.0, 3.0]])
     """
-    one_row = {}
-    for layer, matrix in matrices.items():
-        one_row[layer] = matrix.new_ones(1)
+    one_row = {layer: matrix.new_ones(1) for layer, matrix in matrices.items()}
     return neuron_curvature(model, matrices, scales=one_row)
 
 
@@ -154,12 +152,14 @@ def neuron_curvature(
     References:
         Pitas, *On PAC-Bayes bounds for deep neural networks using the loss curvature*, section 5.2.
     """
+    names_of = {p: name for name, p in trainable_parameters(model).items()}  # a tied one has one
     blocks = []
     for layer, matrix in matrices.items():
         values, basis = _eigen(layer, matrix)
-        names = parameter_names(model, layer)
+        own = model.get_submodule(layer).parameters(recurse=False)
+        names = tuple(names_of[p] for p in own if p.requires_grad)
         if scales is None:
-            scale = values.new_ones(len(trainable_parameters(model)[names[0]]))
+            scale = values.new_ones(len(model.get_parameter(names[0])))
         else:
             scale = _non_negative(layer, scales[layer])
         blocks.append(CurvatureBlock(names, scale[:, None] * values, right=basis))
@@ -183,10 +183,9 @@ def kronecker_curvature(
     """
     blocks = []
     for name, block in factors.items():
+        columns = block.rows.new_ones(1) if block.columns is None else block.columns
         of_rows, left = _eigen(name, block.rows)
-        of_columns, right = of_rows.new_ones(1), None
-        if block.columns is not None:
-            of_columns, right = _eigen(name, block.columns)
+        of_columns, right = _eigen(name, columns)
         eigenvalues = scale * of_rows[:, None] * of_columns
         blocks.append(CurvatureBlock((name,), eigenvalues, left, right))
     return blocks
@@ -208,18 +207,9 @@ def with_diagonal(
         [(('weight',), [[0.0, 0.0]]), (('bias',), [[1.0]])]
     """
     found = [*blocks]
-    others = dict(diagonal)
-    for block in found:
-        for name in block.names:
-            others.pop(name, None)
+    known = {name for block in found for name in block.names}
+    others = {name: values for name, values in diagonal.items() if name not in known}
     return found + diagonal_curvature(others)
-
-
-def parameter_names(model: nn.Module, layer: str) -> tuple[str, ...]:
-    """Return the names of a layer's own trainable parameters; a tied one goes by the name the whole model gives it."""
-    names = {p: name for name, p in trainable_parameters(model).items()}
-    own = model.get_submodule(layer).parameters(recurse=False)
-    return tuple(names[p] for p in own if p.requires_grad)
 
 
 def _non_negative(name: str, values: Tensor) -> Tensor:
@@ -300,9 +290,7 @@ def layer_input_matrices(
 
 def _layers(model: nn.Module) -> dict[nn.Module, str]:
     """Return the layers that a matrix of inputs describes whole, with their names."""
-    owners: Counter[nn.Parameter] = Counter()
-    for module in model.modules():
-        owners.update(module.parameters(recurse=False))
+    owners = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     found = {}
     for name, module in model.named_modules():
         plain_conv = isinstance(module, nn.Conv2d) and module.groups == 1

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from operator import methodcaller
 from typing import TypeAlias
 
 import torch
 from torch import Generator, Tensor, nn
 
+from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import (
     HALVES,
     ParamDict,
@@ -21,7 +23,7 @@ from lightning_taskinfo._observe import (
     trainable_parameters,
 )
 from lightning_taskinfo._ranges import check_positive
-from lightning_taskinfo.distributions.curvature import CurvatureBlock, LowRankCurvature
+from lightning_taskinfo.distributions.curvature import CurvatureBlock, LowRankCurvature, turned
 
 Weights: TypeAlias = Mapping[str, Tensor]
 Curvature: TypeAlias = Sequence[CurvatureBlock] | LowRankCurvature
@@ -47,9 +49,7 @@ class WeightGaussian(ABC):
     """
 
     def __init__(self, mean: Weights) -> None:
-        self.mean: ParamDict = {}
-        for name, value in mean.items():
-            self.mean[name] = at_least_float32(value.detach()).clone()
+        self.mean = {name: at_least_float32(w.detach()).clone() for name, w in mean.items()}
 
     @abstractmethod
     def sample(self, generator: Generator | None = None) -> ParamDict:
@@ -90,14 +90,13 @@ class WeightGaussian(ABC):
 
     def _squared_shift(self, pre: "IsotropicGaussian") -> Tensor:
         """``Δᵀ Λ⁻¹ Δ``, after seeing that both Gaussians are over the same weights."""
-        if self.mean.keys() != pre.mean.keys():
-            names = sorted(self.mean.keys() ^ pre.mean.keys())
+        names = sorted(self.mean.keys() ^ pre.mean.keys())
+        if names:
             raise ValueError(f"`pre` must have the same parameters, got a difference in {names}.")
         squares = []
         for name, mean in self.mean.items():
             shift = mean.double() - pre.mean[name].double()
-            relative = shift / pre.std[name]
-            squares.append(relative.square().sum())
+            squares.append((shift / pre.std[name]).square().sum())
         return torch.stack(squares).sum()
 
 
@@ -126,39 +125,27 @@ class BlockGaussian(WeightGaussian):
         """The blocks with standard deviations, in the weights' own precision: thousands of networks are drawn."""
         drawing = []
         for block in self.blocks:
-            dtype = self.mean[block.names[0]].dtype
-            left, right = block.left, block.right
-            if left is not None:
-                left = left.to(dtype)
-            if right is not None:
-                right = right.to(dtype)
-            std = block.eigenvalues.sqrt().to(dtype)
-            drawing.append(CurvatureBlock(block.names, std, left, right))
+            converted = methodcaller("to", self.mean[block.names[0]].dtype)
+            parts = (block.eigenvalues.sqrt(), block.left, block.right)
+            drawing.append(CurvatureBlock(block.names, *take(parts, converted)))
         return drawing
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
-        shapes = {name: mean.shape for name, mean in self.mean.items()}
         drawn: ParamDict = {}
         for block in self._drawing:
             noise = block.eigenvalues * _randn_like(block.eigenvalues, generator)
-            if block.right is not None:
-                noise = noise @ block.right.T
-            if block.left is not None:
-                noise = block.left @ noise
-            drawn |= block.unpack(noise, shapes)
+            drawn |= block.unpack(turned(noise, block.left, block.right), self.mean)
         return {name: mean + drawn[name] for name, mean in self.mean.items()}
 
     def log_det(self) -> Tensor:  # noqa: D102
-        logs = [block.eigenvalues.log().sum() for block in self.blocks]
-        return torch.stack(logs).sum()
+        return torch.stack([block.eigenvalues.log().sum() for block in self.blocks]).sum()
 
     def kl(self, pre: "IsotropicGaussian") -> Tensor:  # noqa: D102
         total = self._squared_shift(pre)
         for block in self.blocks:
             variance = block_std(block, pre) ** 2
             rho = (block.eigenvalues / variance).log()  # [R, D]
-            widths = rho.expm1() - rho
-            total = total + widths.sum()
+            total = total + (rho.expm1() - rho).sum()
         return 0.5 * total
 
 
@@ -181,13 +168,9 @@ class IsotropicGaussian(BlockGaussian):
         for name, value in mean.items():
             check_positive(prior_std=std[name])
             self.std[name] = float(std[name])
-            variance = torch.tensor(
-                self.std[name] ** 2,
-                dtype=torch.float64,
-                device=value.device,
-            )
-            variances = variance.expand(1, value.numel())  # one number in memory
-            blocks.append(CurvatureBlock((name,), variances))
+            variance = value.new_tensor(self.std[name] ** 2, dtype=torch.float64)
+            # One number in memory.
+            blocks.append(CurvatureBlock((name,), variance.expand(1, value.numel())))
         super().__init__(mean, blocks)
 
 
@@ -243,10 +226,7 @@ def _randn_like(like: Tensor, generator: Generator | None) -> Tensor:
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
     """All numbers of some tensors in a row, float64."""
-    rows = []
-    for tensor in tensors:
-        rows.append(tensor.detach().double().flatten())
-    return torch.cat(rows)
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 
 
 def named_weights(source: nn.Module | Weights) -> Weights:
@@ -293,61 +273,44 @@ class LowRankGaussian(WeightGaussian):
         super().__init__(mean)
         check_cover(self.mean, curvature.diagonal)
         check_cover(self.mean, curvature.factor)
-        self._prior_std = self._flat_std(pre)  # [k]
+        std = self._flat_std(pre)  # Λ^{1/2}, [k]
         diagonal = _flat(curvature.diagonal[name] for name in self.mean)
-        self._stretch = 1 + self._prior_std**2 * diagonal / beta  # E, [k]
-        factors = []
-        for name in self.mean:
-            factor = curvature.factor[name].double()
-            factors.append(factor.flatten(1))
-        U = torch.cat(factors, dim=1).T  # [k, r]
+        stretch = 1 + std**2 * diagonal / beta  # E, [k]
+        self._widths = std * stretch.rsqrt()  # where there are no directions, [k]
+        directions = [curvature.factor[name].double().flatten(1) for name in self.mean]
+        U = torch.cat(directions, dim=1).T  # [k, r]
         scales = (curvature.scales.double() / beta).sqrt()
-        units = self._prior_std / self._stretch.sqrt()
-        V = units[:, None] * U * scales
+        V = self._widths[:, None] * U * scales
         squares, R = torch.linalg.eigh(V.T @ V)
-        tiny = torch.finfo(torch.float64).tiny
-        largest = squares.max().clamp_min(tiny)
-        used = squares > 1e-14 * largest
+        used = squares > 1e-14 * squares.max()
         self._squares = squares[used]  # σ², [r]
         self._directions = V @ R[:, used] / self._squares.sqrt()  # Q, [k, r]
 
     def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
         means = self.mean.values()
-        noises = [_randn_like(mean, generator) for mean in means]
-        z = _flat(noises)
+        z = _flat([_randn_like(mean, generator) for mean in means])
         shrink = 1 - (1 + self._squares).rsqrt()
-        along = self._directions.T @ z
-        z = z - self._directions @ (shrink * along)  # (I + VVᵀ)^{-1/2} z
-        noise = self._prior_std * self._stretch.rsqrt() * z
-        sizes = [mean.numel() for mean in means]
-        parts = noise.split(sizes)
+        z = z - self._directions @ (shrink * (self._directions.T @ z))  # (I + VVᵀ)^{-1/2} z
+        noises = (self._widths * z).split([mean.numel() for mean in means])
         drawn = {}
-        for (name, mean), part in zip(self.mean.items(), parts, strict=True):
-            shift = part.view_as(mean)
-            drawn[name] = mean + shift.to(mean.dtype)
+        for (name, mean), noise in zip(self.mean.items(), noises, strict=True):
+            drawn[name] = mean + noise.view_as(mean).to(mean.dtype)
         return drawn
 
     def log_det(self) -> Tensor:  # noqa: D102
-        prior = 2 * self._prior_std.log().sum()
-        unshrunk = prior - self._stretch.log().sum()
-        return unshrunk - self._squares.log1p().sum()
+        return 2 * self._widths.log().sum() - self._squares.log1p().sum()
 
     def kl(self, pre: IsotropicGaussian) -> Tensor:  # noqa: D102
         shift = self._squared_shift(pre)
         std = self._flat_std(pre)
-        plain = (self._prior_std / std) ** 2 / self._stretch  # diag(E⁻¹), in units of `pre`
+        plain = (self._widths / std) ** 2  # diag(E⁻¹), in units of `pre`
         shrink = self._squares / (1 + self._squares)
-        by_weight = plain[:, None] * self._directions**2  # [k, r]
-        along = by_weight.sum(0)
-        trace = plain.sum() - (shrink * along).sum()
+        trace = plain.sum() - shrink @ (plain @ self._directions**2)
         log_ratio = 2 * std.log().sum() - self.log_det()
         return 0.5 * (shift + trace - len(std) + log_ratio)
 
     def _flat_std(self, pre: IsotropicGaussian) -> Tensor:
-        stds = []
-        for name, mean in self.mean.items():
-            stds.append(torch.full_like(mean, pre.std[name]))
-        return _flat(stds)
+        return _flat(torch.full_like(mean, pre.std[name]) for name, mean in self.mean.items())
 
 
 def post_distribution(

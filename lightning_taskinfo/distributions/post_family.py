@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
+from lightning_taskinfo._batches import take
 from lightning_taskinfo._observe import ParamDict, holding
 from lightning_taskinfo._random import seed_from
+from lightning_taskinfo.distributions.curvature import turned
 from lightning_taskinfo.functional.information import InformationTerms, terms_by_group
 
 KEPT = 1 << 24  # bytes of noises
@@ -53,31 +56,11 @@ class PostFamily:
                 return torch.addcmul(weight, noise, root, value=prior_std, out=root)
             # Into the eigenvectors' basis and back: this root is symmetric, and so the same for any
             # choice of them.
-            rows, columns = self.bases[name]
-            root.mul_(_turned(noise, rows, columns, back=True))
-            return _turned(root, rows, columns).mul_(prior_std).add_(weight)
+            bases = take(self.bases[name], methodcaller("to", noise))
+            root.mul_(turned(noise, *take(bases, Tensor.t)))
+            return turned(root, *bases).mul_(prior_std).add_(weight)
 
         return drawn
-
-
-def _turned(
-    tensor: Tensor,
-    rows: Tensor | None,
-    columns: Tensor | None,
-    *,
-    back: bool = False,
-) -> Tensor:
-    """Return ``rows @ tensor @ columns.T``, the tensor seen as a matrix; with both transposed on the way back."""
-    turned = tensor
-    if rows is not None:
-        left = rows.to(tensor)
-        left = left.T if back else left
-        turned = left @ turned.reshape(len(rows), -1)
-    if columns is not None:
-        right = columns.to(tensor)
-        right = right if back else right.T
-        turned = turned.reshape(-1, len(columns)) @ right
-    return turned.reshape(tensor.shape)
 
 
 @torch.no_grad()
@@ -102,15 +85,11 @@ def losses_with_noise(
     """
     parameters = dict(model.named_parameters())
     weights = {name: parameters[name] for name in noise}
-    drawn = {}
-    for name, weight in weights.items():
-        drawn[name] = draw(name, weight, noise.pop(name))
+    drawn = {name: draw(name, weight, noise.pop(name)) for name, weight in weights.items()}
 
     def loss_of_drawn() -> float:
-        values = {}
-        for name, part in drawn.items():
-            values[name] = part.to(weights[name].dtype)
-        with holding(weights, values):
+        rounded = {name: part.to(weights[name].dtype) for name, part in drawn.items()}
+        with holding(weights, rounded):
             return loss()
 
     plus = loss_of_drawn()
@@ -134,11 +113,10 @@ def standard_noise(weights: Mapping[str, Tensor], seed: int) -> ParamDict:
     generators: dict[torch.device, Generator] = {}
     noise = {}
     for name, w in weights.items():
-        if w.device not in generators:
-            generators[w.device] = Generator(w.device).manual_seed(seed)
+        generator = generators.setdefault(w.device, Generator(w.device).manual_seed(seed))
         noise[name] = torch.randn(
             w.shape,
-            generator=generators[w.device],
+            generator=generator,
             dtype=torch.promote_types(w.dtype, torch.float32),
             device=w.device,
         )
@@ -162,9 +140,7 @@ class Noises:
 
     def noise(self, number: int, weights: Mapping[str, Tensor]) -> ParamDict:
         """Return :func:`standard_noise` of a number in a dict of its own; its tensors are not to be written to."""
-        kinds = {}
-        for name, w in weights.items():
-            kinds[name] = (w.shape, w.dtype, w.device)
+        kinds = {name: (w.shape, w.dtype, w.device) for name, w in weights.items()}
         if kinds != self._kinds:  # other weights than before
             self._kinds = kinds
             self.kept.clear()

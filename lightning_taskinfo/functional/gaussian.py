@@ -40,7 +40,6 @@ def gaussian_kl_diag(
         .. [Achille2021] Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their
            structure and their distance*, 2019.
     """
-    mean_q, logvar_q, mean_p, logvar_p = torch.broadcast_tensors(mean_q, logvar_q, mean_p, logvar_p)
     rho = logvar_q - logvar_p  # [..., D]
     shift = (mean_q - mean_p).square() * (-logvar_p).exp()  # [..., D]
     return 0.5 * (rho.expm1() - rho + shift).sum(-1)  # [...]
@@ -68,19 +67,13 @@ def canonical_correlations(
         positive definite.
 
     Raises:
-        ValueError: If the shapes do not belong together.
+        RuntimeError: If the shapes do not belong together.
 
     Example:
         >>> from torch import eye, tensor
         >>> canonical_correlations(4 * eye(1), 9 * eye(1), tensor([[3.0]]))
         tensor([0.5000])
     """
-    D, K = cov_xw.shape[-2:]
-    if cov_x.shape[-2:] != (D, D) or cov_w.shape[-2:] != (K, K):
-        raise ValueError(
-            f"`cov_x` must have shape [..., {D}, {D}] and `cov_w` [..., {K}, {K}] beside a `cov_xw` of shape "
-            f"{tuple(cov_xw.shape)}, got {tuple(cov_x.shape)} and {tuple(cov_w.shape)}."
-        )
     chol_x = torch.linalg.cholesky(cov_x)
     chol_w = torch.linalg.cholesky(cov_w)
     half = torch.linalg.solve_triangular(chol_x, cov_xw, upper=False)  # [..., D, K]

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
+from torch.nn.functional import normalize
 
 from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo._warn import warn
@@ -113,9 +114,9 @@ def local_minimum_summary(
     chosen = keys.argsort(1)[:, :n].to(gram.device)  # [T, N'], without replacement
     xi = gram.double()[chosen.unsqueeze(2), chosen.unsqueeze(1)]  # [T, N', N']
     gammas = log_determinant(xi)
-    singular = gammas.isinf()
-    if bool(singular.any()):
-        _, eigenvalues = _unit_spectrum(xi[singular][0])
+    singular = xi[gammas.isinf()]
+    if len(singular):
+        _, eigenvalues = _unit_spectrum(singular[0])
         rank = int(eigenvalues.count_nonzero())
         warn(
             f"The gradients of {n} samples span {rank} directions only, so that the log-determinant of their Gram "
@@ -150,5 +151,4 @@ def normalise_logits(
         tensor([[2.4000, 3.2000]])
     """
     check_positive(scale=scale)
-    norms = torch.linalg.vector_norm(logits, dim=-1, keepdim=True)
-    return logits / (scale * norms.clamp_min(1e-12))
+    return normalize(logits, dim=-1) / scale

@@ -79,10 +79,8 @@ def _binary_kl(
     """The same, of probabilities that have been checked: a bisection asks for many."""
     rest = 1 - q
     step = p - q
-    far = xlogy(q, q) - xlogy(q, p)
-    far = far + xlog1py(rest, -q) - xlog1py(rest, -p)
-    near = -q * torch.log1p(step / q)
-    near = near - rest * torch.log1p(-step / rest)
+    far = xlogy(q, q) - xlogy(q, p) + xlog1py(rest, -q) - xlog1py(rest, -p)
+    near = -q * torch.log1p(step / q) - rest * torch.log1p(-step / rest)
     is_near = step.abs() < 0.5 * torch.minimum(q, rest)
     return torch.where(is_near, near, far).clamp_min(0)
 

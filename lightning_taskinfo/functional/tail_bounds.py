@@ -53,9 +53,10 @@ def betting_interval(
         Waudby-Smith, Ramdas, *Estimating means of bounded random variables by betting*, JRSS B
         2024.
     """
-    x = _checked(values, delta)
-    low = 1 - _upper(1 - x, delta / 2)
-    high = _upper(x, delta / 2)
+    check_probability(delta=delta)
+    x = values.double()
+    high = betting_upper_bound(x, delta / 2)
+    low = 1 - betting_upper_bound(1 - x, delta / 2)
     return low, high
 
 
@@ -79,25 +80,11 @@ def betting_upper_bound(
         >>> bool(betting_upper_bound(torch.full((1_000,), 0.02), delta=0.01) < 0.03)
         True
     """
-    return _upper(_checked(values, delta), delta)
-
-
-def _checked(
-    values: Tensor,
-    delta: float,
-) -> Tensor:
     x = values.detach().double()
     if x.ndim != 1 or not len(x):
         raise ValueError(f"`values` must be a vector of draws, got shape {list(values.shape)}.")
     check_values("in [0, 1]", values=x)
     check_probability(delta=delta)
-    return x
-
-
-def _upper(
-    x: Tensor,
-    delta: float,
-) -> Tensor:
     goal = math.log(1 / delta)
     stakes = _stakes(x, goal)
 
@@ -115,11 +102,9 @@ def _stakes(
     """Return the share of the capital to bet at each draw, from the variance of the draws before it."""
     count = torch.arange(2, len(x) + 2, dtype=x.dtype, device=x.device)
     mean = (0.5 + x.cumsum(0)) / count
-    squares = (x - mean).square().cumsum(0)
-    variance = (0.25 + squares) / count
-    variance = torch.cat([variance.new_tensor([0.25]), variance[:-1]])
-    squared = 2 * goal / (len(x) * variance)
-    return squared.sqrt().clamp_max(MAX_BET)
+    variance = (0.25 + (x - mean).square().cumsum(0)) / count
+    before = torch.cat([variance.new_tensor([0.25]), variance[:-1]])
+    return (2 * goal / (len(x) * before)).sqrt().clamp_max(MAX_BET)
 
 
 def binomial_log_tail(
@@ -208,7 +193,7 @@ def most_errors_below(
         >>> most_errors_below(0.145, 400, delta=0.05), most_errors_below(0.01, 100, delta=0.05)
         (46, -1)
     """
-    _check_counts(0, n)
+    check_counts(n=n)
     check_probability(delta=delta)
     if bound >= 1:
         return n

@@ -291,6 +291,10 @@ def test_a_forward_of_its_own_gives_the_certificate_of_the_plain_network(
         ({"structure": "nueron"}, "`structure` .*got 'nueron'"),
         ({"structure": ["diagonal", "nueron"]}, "`structure` .*got 'nueron'"),
         ({"structure": []}, "`structure` must name at least one structure, got none"),
+        (
+            {"structure": "kron", "error": "token"},
+            "`structure` .*where `error` is 'token', got 'kron'",
+        ),
         ({"delta": 2}, r"`delta` must be in \(0, 1\), got 2"),
         ({"draws": 0}, "`draws` must be at least 1, got 0"),
         ({"betas": []}, r"`betas` must be positive numbers, got \[\]"),

@@ -106,6 +106,14 @@ def test_samples_that_the_centre_was_trained_on_are_refused(trained, start, data
         )
 
 
+def test_half_of_the_labels_of_a_network_with_a_buffer_that_is_not_saved(data):
+    model = frozen_start()
+    model.register_buffer("place", torch.arange(3), persistent=False)
+    prior = Prior(deepcopy(model), "random initialisation")
+    found = certify(fit(model, data), data, prior, half_fn=fit, **QUICK)
+    assert (found.valid, found.n) == (True, 300)
+
+
 def test_half_of_the_labels_train_the_centre_and_the_others_certify(trained, start, data, prior):
     seen = []
 

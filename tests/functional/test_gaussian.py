@@ -138,9 +138,9 @@ def test_gradient_of_the_cross_covariance(information):
     )
 
 
-@pytest.mark.parametrize(("argument", "position"), [("cov_x", 0), ("cov_w", 1)])
-def test_refuses_shapes_that_do_not_belong_together(argument, position):
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_refuses_shapes_that_do_not_belong_together(position):
     arguments = list(blocks(4, 2))
-    arguments[position] = torch.eye(3)
-    with pytest.raises(ValueError, match=rf"`{argument}` .* got .*\(3, 3\)"):
+    arguments[position] = torch.eye(3, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"Incompatible shapes .*3x3"):
         gaussian_lautum_information(*arguments)
