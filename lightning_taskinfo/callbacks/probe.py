@@ -210,13 +210,10 @@ class Probe(Callback, ABC):
         self._sharded = checks.check_shards(
             self.state_key, trainer, pl_module, self.needs_whole_weights, self.max_samples
         )
-        callbacks = self._trainer.callbacks
+        callbacks = self._trainer.callbacks  # without this one where another one calls it
         alike = [other for other in callbacks if getattr(other, "_way", None) == self._way]
         # Compare the loss of the first batch, once for all of them.
-        first = (
-            not alike or alike[0] is self
-        )  # there are none where another callback calls this one
-        self._compares = first and not self._sharded
+        self._compares = [*alike, self][0] is self and not self._sharded
         if self._module is not None and self._module() is not pl_module:
             warn(
                 f"{self.state_key} was used for another module before: its history goes on with this one. "
@@ -236,10 +233,10 @@ class Probe(Callback, ABC):
         self._measured_at = -1  # the last measurement of this fit
         self._begins = self.at_start and trainer.global_step == 0
         self._source: Any = Source(
-            self.data, self.max_samples, self.seed, self.reader, self.split_over_ranks
+            trainer, self.data, self.max_samples, self.seed, self.reader, self.split_over_ranks
         )
         with observing(pl_module):  # a logger may begin its run here
-            self._source.open(trainer, pl_module)
+            self._source.open()
             if self._source.pool is not None:
                 self._check(pl_module, *self._source.pool)
             report.log_settings(self._loggers(), self.state_key, self._settings())
@@ -287,16 +284,10 @@ class Probe(Callback, ABC):
         if self._first_losses:
             checks.compare_losses(self.state_key, self._first_losses, trainer, outputs)
             self._first_losses = []
-        if self._source.missing is not None:
-            self._tried(self._source.collect, pl_module, self._batch, trainer.is_last_batch)
-        if self._due(trainer) and self._measure():
-            values = dict.fromkeys(self.headline, math.nan)
-            values |= without_layers(self.history[-1])
-            del values["step"]
-            # Into the dict that checkpointing and early stopping read: `log_dict` would do the same,
-            # and take as long as a part of the measurement.
-            for key, value in self._logged(values).items():
-                trainer.callback_metrics[key] = torch.tensor(value, device="cpu")
+        if self._source.missing:
+            self._tried(self._source.collect, self._batch, trainer.is_last_batch)
+        if self._due(trainer):
+            self._measure()
 
     def _due(self, trainer: Trainer) -> bool:
         if self.every_n_steps is not None:
@@ -337,9 +328,19 @@ class Probe(Callback, ABC):
             return False
         step = self._measured_at = self._trainer.global_step
         self.history.append({"step": step, **values})
-        series = self._logged(with_few_layers(dict(values), self.max_layers))
+        totals, layers = parted(values)
+        if len(layers) > self.max_layers:
+            names = [*layers]
+            some = report.spread(len(names), self.max_layers)
+            layers = {names[i]: layers[names[i]] for i in some}
+        series = self._logged(totals | layers)
         for logger in self._trainer.loggers:
             logger.log_metrics(series, step=step)
+        # Into the dict that checkpointing and early stopping read: `log_dict` would do the same, and
+        # take as long as a part of the measurement.
+        unknown = dict.fromkeys(self.headline, math.nan)
+        for key, value in self._logged(unknown | totals).items():
+            self._trainer.callback_metrics[key] = torch.tensor(value, device="cpu")
         return True
 
     def _values(self, model: nn.Module) -> Mapping[str, float] | None:
@@ -375,7 +376,7 @@ class Probe(Callback, ABC):
         if not self.runs_the_model:
             return torch.empty(0, device="cpu"), None
         check_finite(model)
-        return self._source.read(self._trainer, self._batch)
+        return self._source.read(self._batch)
 
     def _observed(
         self,
@@ -466,34 +467,21 @@ class Probe(Callback, ABC):
         self._module = None
 
 
-def without_layers(row: report.Row) -> report.Row:
-    """Return a measurement without its layers, which are parts of another value and named behind it.
+def parted(row: Mapping[str, float]) -> tuple[report.Row, report.Row]:
+    """Return a measurement without its layers, and the layers: parts of another value that are named behind it.
 
     Example:
-        >>> without_layers({"nats": 3.0, "nats/net.0": 1.0, "nats_at/0.5": 2.0})
-        {'nats': 3.0, 'nats_at/0.5': 2.0}
+        >>> parted({"nats": 3.0, "nats/net.0": 1.0, "nats_at/0.5": 2.0})
+        ({'nats': 3.0, 'nats_at/0.5': 2.0}, {'nats/net.0': 1.0})
     """
-    kept = {}
+    totals, layers = {}, {}
     for name, value in row.items():
         whole, _, _ = name.rpartition("/")
-        if whole not in row:
-            kept[name] = value
-    return kept
-
-
-def with_few_layers(row: report.Row, limit: int) -> report.Row:
-    """Return a measurement with at most ``limit`` of its layers, evenly from the first to the last.
-
-    Example:
-        >>> row = {"nats": 3.0, "nats/a": 1.0, "nats/b": 0.5, "nats/c": 1.5}
-        >>> with_few_layers(row, 2)
-        {'nats': 3.0, 'nats/a': 1.0, 'nats/c': 1.5}
-    """
-    few = without_layers(row)
-    layers = [name for name in row if name not in few]
-    if len(layers) > limit:
-        layers = [layers[i] for i in report.spread(len(layers), limit)]
-    return few | {name: row[name] for name in layers}
+        if whole in row:
+            layers[name] = value
+        else:
+            totals[name] = value
+    return totals, layers
 
 
 def check_choice(argument: str, value: str, *options: str) -> None:
