@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -61,29 +61,6 @@ def layer_of(parameter: str) -> str:
     return ".".join(owners)
 
 
-class Parts(NamedTuple):
-    """All modules, parameters and buffers of a model, each once."""
-
-    modules: list[nn.Module]
-    parameters: list[nn.Parameter]
-    buffers: list[Tensor]
-
-
-def parts(model: nn.Module) -> Parts:
-    """Return all modules, parameters and buffers of a model.
-
-    Example:
-        >>> modules, parameters, buffers = parts(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-        >>> len(modules), len(parameters), len(buffers)
-        (3, 4, 3)
-    """
-    return Parts(
-        modules=[*model.modules()],
-        parameters=[*model.parameters()],
-        buffers=[*model.buffers()],
-    )
-
-
 @contextmanager
 def observing(model: nn.Module) -> Iterator[nn.Module]:
     """Run ``model`` in eval mode with gradients on, and put everything back afterwards, even on an exception.
@@ -110,14 +87,9 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
         >>> net.training
         True
     """
-    with observing_parts(parts(model)):
-        yield model
-
-
-@contextmanager
-def observing_parts(observed: Parts) -> Iterator[None]:
-    """Do what :func:`observing` does, with the parts of a model that has been walked through already."""
-    modules, parameters, buffers = observed
+    modules = [*model.modules()]
+    parameters = [*model.parameters()]
+    buffers = [*model.buffers()]
     devices = {torch.device("cpu")}
     devices.update(t.device for t in (*parameters, *buffers))
     kinds = {device.type for device in devices} - {"meta"}
@@ -143,7 +115,7 @@ def observing_parts(observed: Parts) -> Iterator[None]:
                 module.training = False
             for p in parameters:
                 p.grad = None  # a `backward()` inside adds to a gradient of its own
-            yield
+            yield model
     finally:
         _OBSERVED.reset(outside)
         restore_random_states()
@@ -159,23 +131,22 @@ def observing_parts(observed: Parts) -> Iterator[None]:
             buffer.data.copy_(value)
 
 
-def observing_once(observed: Parts) -> AbstractContextManager[None]:
+def observing_once(model: nn.Module) -> AbstractContextManager[Any]:
     """Do what :func:`observing` does, unless that is done: the one outside will put everything back.
 
     Args:
-        observed: The parts of a model, from :func:`parts`.
+        model: The module to look at.
     """
-    modules, parameters, buffers = observed
     outside = _OBSERVED.get()
-    kinds = {t.device.type for t in (*parameters, *buffers)} - {"meta"}
+    kinds = {t.device.type for t in (*model.parameters(), *model.buffers())} - {"meta"}
     done = (
-        all(id(module) in outside and not module.training for module in modules)
-        and all(p.grad is None for p in parameters)
+        all(id(module) in outside and not module.training for module in model.modules())
+        and all(p.grad is None for p in model.parameters())
         and torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
         and not any(torch.is_autocast_enabled(kind) for kind in kinds)
     )
-    return nullcontext() if done else observing_parts(observed)
+    return nullcontext() if done else observing(model)
 
 
 def weights_now(model: nn.Module) -> ParamDict:
@@ -214,20 +185,20 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in HALVES else x
 
 
-def full_precision(observed: Parts) -> AbstractContextManager[None]:
+def full_precision(model: nn.Module) -> AbstractContextManager[None]:
     """Turn half-precision parameters and buffers into float32, and put the very same tensors back afterwards.
 
     Args:
-        observed: The parts of a model, from :func:`parts`.
+        model: Any module.
 
     Example:
         >>> layer = nn.Linear(2, 2).bfloat16()
-        >>> with full_precision(parts(layer)):
+        >>> with full_precision(layer):
         ...     layer(torch.ones(1, 2)).dtype
         torch.float32
         >>> layer.weight.dtype
         torch.bfloat16
     """
-    everything = (*observed.parameters, *observed.buffers)
-    halves = {str(i): t for i, t in enumerate(everything) if t.dtype in HALVES}
+    named = (*model.named_parameters(), *model.named_buffers())
+    halves = {name: t for name, t in named if t.dtype in HALVES}
     return holding(halves, {name: t.data.float() for name, t in halves.items()})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo import observing
-from lightning_taskinfo._observe import observing_once, parts, trainable_parameters
+from lightning_taskinfo._observe import observing_once, trainable_parameters
 
 
 class Frozen(nn.BatchNorm1d):
@@ -260,7 +260,7 @@ def test_trainable_parameters_are_the_ones_that_move(net):
 def test_what_is_observed_needs_not_be_observed_again(net):
     with observing(net):
         state = torch.get_rng_state()
-        with observing_once(parts(net)):
+        with observing_once(net):
             torch.rand(1)
         assert not torch.equal(torch.get_rng_state(), state), "the one outside puts it back"
 
@@ -276,7 +276,7 @@ def test_what_has_changed_inside_is_observed_again(net, change):
             next(net.parameters()).grad = torch.zeros_like(next(net.parameters()))
         with outer.get(change, nullcontext)():
             state = torch.get_rng_state()
-            with observing_once(parts(net)):
+            with observing_once(net):
                 torch.rand(1)
                 assert not net.training
                 assert torch.is_grad_enabled()

@@ -20,7 +20,6 @@ from lightning_taskinfo._observe import (
     at_least_float32,
     full_precision,
     observing,
-    parts,
     trainable_parameters,
 )
 from lightning_taskinfo.fisher import KroneckerFactors
@@ -286,7 +285,7 @@ def layer_input_matrices(
 
     with ExitStack() as stack:
         stack.enter_context(observing(model))
-        stack.enter_context(full_precision(parts(model)))
+        stack.enter_context(full_precision(model))
         stack.enter_context(torch.no_grad())
         for module in names:
             stack.enter_context(module.register_forward_pre_hook(add))

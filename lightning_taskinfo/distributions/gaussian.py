@@ -17,7 +17,6 @@ from lightning_taskinfo._observe import (
     at_least_float32,
     full_precision,
     holding,
-    parts,
     trainable_parameters,
 )
 from lightning_taskinfo._ranges import check_positive
@@ -84,7 +83,7 @@ class WeightGaussian(ABC):
         drawn = self.sample(generator)
         own = {name: parameters[name] for name in drawn}
         rounded = any(parameter.dtype in HALVES for parameter in own.values())
-        whole = full_precision(parts(model)) if rounded else nullcontext()
+        whole = full_precision(model) if rounded else nullcontext()
         with whole, holding(own, drawn):
             yield model
 

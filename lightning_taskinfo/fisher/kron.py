@@ -32,7 +32,6 @@ from lightning_taskinfo._observe import (
     at_least_float32,
     full_precision,
     observing,
-    parts,
     trainable_parameters,
 )
 from lightning_taskinfo._ranges import check_counts
@@ -488,7 +487,7 @@ def _add_by_backpack(
     _check_chain(model, inputs, request)
     step = request.chunk_size or 128
     loss = extend(nn.MSELoss(reduction="sum"))
-    with observing(model), full_precision(parts(model)):
+    with observing(model), full_precision(model):
         chain = [(name, extend(layer)) for name, layer in _layers(copy.deepcopy(model))]
         for start in range(0, len(inputs), step):
             chunk = slice(start, start + step)

@@ -56,7 +56,6 @@ from lightning_taskinfo._observe import (
     at_least_float32,
     full_precision,
     observing_once,
-    parts,
     trainable_parameters,
 )
 from lightning_taskinfo._ranges import check_counts
@@ -158,8 +157,7 @@ def measure(
     _check_batch(model, targets, n)
     if request.forward_fn is None:
         call_on(model, inputs)  # before anything is watched
-    observed = parts(model)
-    with observing_once(observed), full_precision(observed), resharding(model):
+    with observing_once(model), full_precision(model), resharding(model):
         return Measurement(model, take(inputs, _usable), targets, request, accumulator).run(n)
 
 
