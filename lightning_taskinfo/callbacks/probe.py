@@ -402,7 +402,6 @@ class Probe(Callback, ABC):
             seed=hash((self.seed, self._trainer.global_step)),
             asked=self._asked,
             trainer=self._trainer,
-            batch=self._batch,
         )
         with resharding(model):
             return self.observe(model, samples), samples

@@ -54,7 +54,6 @@ class Samples:
         seed: Seed of this measurement's draws, the same on all processes.
         asked: How the user wants to measure.
         trainer: The Trainer.
-        batch: The batch that was trained on last; None before the first.
     """
 
     inputs: Any
@@ -65,26 +64,22 @@ class Samples:
     seed: int
     asked: Request
     trainer: Trainer
-    batch: Any
 
     @property
     def likelihood(self) -> Likelihood:
         """What the outputs mean."""
         return as_likelihood(self.asked.likelihood)
 
-    def draws(self, kind: type[NumberedDraws] = NumberedDraws) -> NumberedDraws:
-        """Return the likelihood, with labels that do not depend on how processes share the samples."""
-        return kind(
+    def request(self, kind: type[NumberedDraws] = NumberedDraws) -> Request:
+        """Return what the engine is asked for, with labels that do not depend on how processes share the samples."""
+        draws = kind(
             self.likelihood,
             seed=self.seed,
             first=self.first,
             total=self.total,
             mc_samples=self.asked.mc_samples,
         )
-
-    def request(self) -> Request:
-        """Return what the engine is asked for."""
-        return replace(self.asked, likelihood=self.draws())
+        return replace(self.asked, likelihood=draws)
 
     def outputs(self, model: nn.Module, some: slice = ALL) -> Iterator[Tensor]:
         """Yield the outputs for some of the samples that count, at most 128 of them at a time, without gradients.

@@ -353,20 +353,22 @@ class TrainStepNorms(Probe):
         loader: Any = trainer.train_dataloader
         collate = getattr(loader, "collate_fn", None)
         home = getattr(collate, "__module__", type(collate).__module__)
-        advice = "set `index_fn` to a function of the batch that returns their numbers."
-        if not isinstance(getattr(loader, "batch_sampler", None), NotingSampler):
-            self._follow = False
-            warn(
-                f"{self.state_key} does not know which samples a batch holds, and ranks none: the training loader must "
-                "be one DataLoader that makes batches of an indexed dataset and keeps their order, got "
-                f"{type(loader).__name__}; {advice}"
+        self._follow = isinstance(getattr(loader, "batch_sampler", None), NotingSampler)
+        if not self._follow:
+            problem = (
+                "does not know which samples a batch holds, and ranks none: the training loader must be one DataLoader "
+                f"that makes batches of an indexed dataset and keeps their order, got {type(loader).__name__}"
             )
         elif home.partition(".")[0] not in IN_ORDER:
             name = getattr(collate, "__qualname__", type(collate).__qualname__)
-            warn(
-                f"{self.state_key} takes the samples of a batch in the order in which {name!r} gets them; where it "
-                f"changes the order, {advice}"
+            problem = (
+                f"takes the samples of a batch in the order in which {name!r} gets them, which may change it"
             )
+        else:
+            return
+        warn(
+            f"{self.state_key} {problem}; set `index_fn` to a function of the batch that returns their numbers."
+        )
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._drawn, self._skipped = None, 0
@@ -444,9 +446,8 @@ class TrainStepNorms(Probe):
     def _per_sample(self, size: int) -> float:
         """Return what a sample's part of the backward pass has to be multiplied by to be its own gradient."""
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        samples = size if self.loss_reduction == "mean" else 1
-        return samples * self._trainer.accumulate_grad_batches / scale
+        scale = self._trainer.accumulate_grad_batches / (scaler.get_scale() if scaler else 1)
+        return scale * size if self.loss_reduction == "mean" else scale
 
     def _refuse(self, losses: StepLosses) -> None:
         """Raise a ``ValueError`` if what was asked for cannot be read."""
