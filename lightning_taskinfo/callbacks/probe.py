@@ -204,12 +204,7 @@ class Probe(Callback, ABC):
         self._first_losses: list[float] = []  # until the first batch was trained on
         self._checked = False  # whether the first samples can be measured
         self._warned = False  # of a measurement that failed
-        checks.check_weights(self.state_key, pl_module)
-        if self.needs_plain_weights:
-            checks.check_plain(self.state_key, pl_module)
-        self._sharded = checks.check_shards(
-            self.state_key, trainer, pl_module, self.needs_whole_weights, self.max_samples
-        )
+        self._sharded = checks.check_module(self, trainer, pl_module)
         callbacks = self._trainer.callbacks  # without this one where another one calls it
         alike = [other for other in callbacks if getattr(other, "_way", None) == self._way]
         # Compare the loss of the first batch, once for all of them.

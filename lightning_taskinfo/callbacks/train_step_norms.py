@@ -19,7 +19,7 @@ from lightning_taskinfo.callbacks.fisher_trace import by_layer
 from lightning_taskinfo.callbacks.probe import Probe, check_choice
 from lightning_taskinfo.callbacks.source import NotingSampler, Samples, on_every_process, summed
 from lightning_taskinfo.fisher.accumulators import TraceSums
-from lightning_taskinfo.fisher.train_step import StepLosses, StepRecorder
+from lightning_taskinfo.fisher.train_step import StepLosses, StepRecorder, losses_of
 from lightning_taskinfo.plotting import plot_ranking
 
 if TYPE_CHECKING:
@@ -152,8 +152,7 @@ class SampleSums:
 
     def _add_waiting(self) -> None:
         index = as_index(self._numbers)
-        sums, counts = map(torch.cat, zip(*self._losses, strict=True))
-        self._add(0, index, sums / counts)
+        self._add(0, index, losses_of(self._losses))
         self._table[4] += index.bincount(minlength=self._table.shape[1]).to(self._table)
         if self._norms:
             self._add(2, as_index(self._measured), torch.cat(self._norms))
@@ -361,9 +360,7 @@ class TrainStepNorms(Probe):
             )
         elif home.partition(".")[0] not in IN_ORDER:
             name = getattr(collate, "__qualname__", type(collate).__qualname__)
-            problem = (
-                f"takes the samples of a batch in the order in which {name!r} gets them, which may change it"
-            )
+            problem = f"takes the samples of a batch in the order in which {name!r} gets them, which may change it"
         else:
             return
         warn(
@@ -480,8 +477,7 @@ class TrainStepNorms(Probe):
         """Return the names of parameters, and sums over samples: of norms, if this step's were read, and of losses."""
         if self._problem is not None:
             raise RuntimeError(self._problem)
-        sums, counts = self._losses
-        losses = sums / counts
+        losses = losses_of([self._losses])
         losses = losses[losses.isfinite()]
         of_losses = [losses.double().sum().item(), len(losses)]
         if not self._reads_norms:

@@ -6,8 +6,7 @@ score is backpropagated: when the backward pass of the training comes by a use, 
 gradient of its output give each sample's share of the weight gradient.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -98,7 +97,13 @@ class StepRecorder:
                 if name not in graph.leaves:
                     raise ValueError(f"{name!r} was not used with gradients in the training step")
             plan = known_plan(self.plans, graph, samples) or self._shown(graph, root, samples)
-            self._wait(graph, plan)
+            _check_saved([graph.nodes[at.number] for at in plan.places])
+            chosen = slice(first, first + self.count)
+            self.arrivals = Arrivals(graph, plan, self._add_norms, chosen=chosen, training=True)
+            for operation in self.arrivals.waiting:
+                # What a node calls must hold no part of the graph: it would keep itself alive.
+                hook = partial(self._arrived, self.step, operation)
+                graph.nodes[operation].register_prehook(hook)
         except Exception as error:  # which would end the training
             self.skip(_told(error))
 
@@ -144,21 +149,6 @@ class StepRecorder:
             StepRecorder.busy = False
             for p, gradient in gradients:
                 p.grad = gradient
-
-    def _wait(
-        self,
-        graph: Graph,
-        plan: Plan,
-    ) -> None:
-        """Let the uses tell when their gradients are there."""
-        chosen = slice(self.first, self.first + self.count)
-        _check_saved([graph.nodes[at.number] for at in plan.places])
-        arrivals = Arrivals(graph, plan, self._add_norms, chosen=chosen, training=True)
-        self.arrivals = arrivals
-        for operation in arrivals.waiting:
-            # What a node calls must hold no part of the graph: it would keep itself alive.
-            hook = partial(self._arrived, self.step, operation)
-            graph.nodes[operation].register_prehook(hook)
 
     # The backward pass
 
@@ -302,7 +292,7 @@ class StepLosses:
     ) -> None:
         self.loss = loss
         self.samples = samples
-        self.known: list[Any] = _known_losses(loss)
+        self.known = _known_losses(loss)
         self.seen: Any = None
         self.in_order: Tensor | bool = False
         if len(self.known) == 1:
@@ -359,12 +349,22 @@ class StepLosses:
         return rows, counted
 
 
-def _known_losses(loss: Tensor) -> list[Node]:
+def losses_of(steps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the losses of the samples of several steps, one after the other; not finite where none is known.
+
+    Args:
+        steps: What :meth:`StepLosses.sums` has returned for each.
+    """
+    sums, counts = map(torch.cat, zip(*steps, strict=True))
+    return sums / counts
+
+
+def _known_losses(loss: Tensor) -> list[Any]:
     """Return the operations of :data:`LOSSES` that a loss was computed from; what is below them is no matter."""
     first: Any = loss.grad_fn
     if type(first).__name__ in LOSSES:  # as a rule
         return [first]
-    found: list[Node] = []
+    found = []
     nodes = [first]
     seen = {first}
     for node in nodes:  # which grows

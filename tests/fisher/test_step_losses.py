@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_taskinfo.fisher.train_step import StepLosses
+from lightning_taskinfo.fisher.train_step import StepLosses, losses_of
 
 N, T, C = 6, 4, 5
 
@@ -25,8 +25,7 @@ def read(loss, targets):
 
 def values(loss, targets):
     """Return the mean loss of each sample."""
-    sums, counts = read(loss, targets).sums()
-    return sums / counts
+    return losses_of([read(loss, targets).sums()])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -118,8 +117,7 @@ def test_losses_that_are_not_those_of_the_batch_are_not_read(loss, message, gene
     out, y = outputs(N, C, generator=generator), torch.arange(N) % C
     found = read(loss(out, y), y)
     assert message in found.problem
-    sums, counts = found.sums()
-    assert not (sums / counts).isfinite().any()
+    assert not losses_of([found.sums()]).isfinite().any()
 
 
 def test_unknown_targets_are_not_compared(generator):
@@ -140,12 +138,25 @@ def test_a_checkpointed_loss_is_read_and_the_backward_pass_goes_on(generator):
 @pytest.mark.parametrize("same", [True, False])
 def test_what_was_read_does_not_change_with_outputs_and_labels(same, generator):
     out, y = outputs(N, C, generator=generator), torch.arange(N) % C
-    sums, counts = read(F.cross_entropy(out, y), y if same else y.clone()).sums()
+    found = read(F.cross_entropy(out, y), y if same else y.clone()).sums()
     expected = F.cross_entropy(out, y, reduction="none").detach()
     with torch.no_grad():
         out.zero_()
         y.fill_(-100)
-    torch.testing.assert_close(sums / counts, expected)
+    torch.testing.assert_close(losses_of([found]), expected)
+
+
+def test_batches_of_any_lengths_are_averaged_one_after_the_other(generator):
+    batches = []
+    expected = []
+    for length in (T, T, 2, T):
+        out = outputs(N, length, C, generator=generator)
+        y = torch.randint(C, (N, length), generator=generator)
+        y[0, 1:] = -100
+        loss = F.cross_entropy(out.flatten(0, 1), y.flatten())
+        batches.append(read(loss, y).sums())
+        expected.append(values(loss, y))
+    torch.testing.assert_close(losses_of(batches), torch.cat(expected))
 
 
 @pytest.mark.parametrize("shape", [(N,), (N, 1), (N, 2)])
