@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_taskinfo._batches import read_batch, read_by, sample_count
+from lightning_taskinfo._batches import sample_count
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
@@ -400,27 +400,34 @@ class TrainStepNorms(Probe):
 
     def _read(self, loss: Tensor) -> None:
         """Read the losses, and the gradients when they come."""
-        batch_fn = self.reader.batch_fn
-        batch = self._batch
-        inputs, targets = read_batch(batch) if batch_fn is None else read_by(batch_fn, batch)
+        inputs, targets = self.reader.read(None, self._batch)
         size = sample_count(inputs)
         if self._follow:
             self._numbers = self._numbers_of(size)
         losses = StepLosses(loss, size, targets)
         self._losses = losses.sums()
-        every = self.norms_every_n_steps
-        # Whose turn it is to have norms: in the next epoch, that of other steps and samples.
-        turn = self._trainer.current_epoch + self._batch_idx
-        is_turn = every is not None and turn % every == 0
-        is_logged = (self._last_step + 1) % self._logged_every == 0  # after this step
-        self._reads_norms = self.norms and (is_turn or is_logged)
-        if self._reads_norms or (self.norms and self._first_step):
-            self._scale = self._per_sample(size)
-            parts = math.ceil(size / self.max_samples)
-            first = self.max_samples * (turn // (every or 1) % parts)
-            self._recorder.listen(loss, losses.root, size, first)
+        if self.norms:
+            self._listen(losses)
         if self._first_step:
             self._refuse(losses)
+
+    def _listen(self, losses: StepLosses) -> None:
+        """Read the backward pass that follows, if it is its turn to have norms, or the first."""
+        every = self.norms_every_n_steps
+        turn = self._trainer.current_epoch + self._batch_idx  # in each epoch, that of other steps
+        is_turn = every is not None and turn % every == 0
+        is_logged = (self._last_step + 1) % self._logged_every == 0  # after this step
+        self._reads_norms = is_turn or is_logged
+        if not self._reads_norms and not self._first_step:
+            return
+        # What a sample's part of the backward pass has to be multiplied by to be its own gradient.
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        self._scale = self._trainer.accumulate_grad_batches / (scaler.get_scale() if scaler else 1)
+        if self.loss_reduction == "mean":
+            self._scale *= losses.samples
+        parts = math.ceil(losses.samples / self.max_samples)
+        first = self.max_samples * (turn // (every or 1) % parts)
+        self._recorder.listen(losses.loss, losses.root, losses.samples, first)
 
     def _numbers_of(self, size: int) -> Any:
         """Return the numbers of the samples in the batch."""
@@ -439,12 +446,6 @@ class TrainStepNorms(Probe):
         if len(numbers) != size:
             raise ValueError(f"{ONE_EACH} of {size} samples, got {len(numbers)}.")
         return numbers
-
-    def _per_sample(self, size: int) -> float:
-        """Return what a sample's part of the backward pass has to be multiplied by to be its own gradient."""
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        scale = self._trainer.accumulate_grad_batches / (scaler.get_scale() if scaler else 1)
-        return scale * size if self.loss_reduction == "mean" else scale
 
     def _refuse(self, losses: StepLosses) -> None:
         """Raise a ``ValueError`` if what was asked for cannot be read."""
