@@ -285,8 +285,7 @@ class InformationInWeights(CenteredProbe):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         with observing(pl_module):
-            samples = self.num_samples or _length(trainer.train_dataloader)
-        self._training_set = samples
+            self._training_set = self.num_samples or _length(trainer.train_dataloader)
         known = self.begin(pl_module)
         if self.prior_center == "initial" and not known and trainer.ckpt_path is not None:
             warn(

@@ -202,13 +202,8 @@ class Probe(Callback, ABC):
         self._trainer = trainer
         self._batch: Any = None  # the last one
         self._first_losses: list[float] = []  # until the first batch was trained on
-        self._checked = False  # whether the first samples can be measured
         self._warned = False  # of a measurement that failed
         self._sharded = checks.check_module(self, trainer, pl_module)
-        callbacks = self._trainer.callbacks  # without this one where another one calls it
-        alike = [other for other in callbacks if getattr(other, "_way", None) == self._way]
-        # Compare the loss of the first batch, once for all of them.
-        self._compares = [*alike, self][0] is self and not self._sharded
         if self._module is not None and self._module() is not pl_module:
             warn(
                 f"{self.state_key} was used for another module before: its history goes on with this one. "
@@ -226,24 +221,31 @@ class Probe(Callback, ABC):
         self._resumed_extra = self._extra = False
         self._last_step = trainer.global_step  # after the last batch
         self._measured_at = -1  # the last measurement of this fit
-        self._begins = self.at_start and trainer.global_step == 0
+        self._begun = False
         self._source: Any = Source(
             trainer, self.data, self.max_samples, self.seed, self.reader, self.split_over_ranks
         )
         with observing(pl_module):  # a logger may begin its run here
             self._source.open()
-            if self._source.pool is not None:
-                self._check(pl_module, *self._source.pool)
             report.log_settings(self._loggers(), self.state_key, self._settings())
 
-    def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
-        """Refuse samples that cannot be measured, before the first step."""
-        self._checked = True
-        if isinstance(inputs, Tensor) and not len(inputs):  # others have the samples
-            return
-        with resharding(pl_module):
-            tried = checks.try_model(self.state_key, pl_module, inputs, targets, self._asked)
-        self._check_outputs(*tried)
+    def _begin(self) -> None:
+        """Refuse samples that cannot be measured, compare losses, and measure, all before the first step."""
+        trainer = self._trainer
+        model = trainer.lightning_module
+        with observing(model):
+            inputs, targets = self._source.pool or self.reader.read(model, self._batch)
+            if not isinstance(inputs, Tensor) or len(inputs):  # otherwise others have the samples
+                with resharding(model):
+                    tried = checks.try_model(self.state_key, model, inputs, targets, self._asked)
+                self._check_outputs(*tried)
+        # Without this callback where another one calls it.
+        alike = [other for other in trainer.callbacks if getattr(other, "_way", None) == self._way]
+        if [*alike, self][0] is self and not self._sharded:  # once for all of them
+            likelihood = as_likelihood(self.likelihood)
+            self._first_losses = checks.first_losses(model, self._batch, self.reader, likelihood)
+        if self.at_start and trainer.global_step == 0:
+            self._measure()
 
     def _check_outputs(self, outputs: Tensor, targets: Tensor | None) -> None:
         """Refuse outputs of the first samples that are not what the quantity needs."""
@@ -258,16 +260,9 @@ class Probe(Callback, ABC):
     ) -> None:
         # As the training step gets it: one that pops the labels takes them out of its own dict.
         self._batch = copy.copy(batch) if isinstance(batch, Mapping) else batch
-        if not self._checked:
-            with observing(pl_module):
-                self._check(pl_module, *self.reader.read(pl_module, batch))
-        if self._compares:
-            self._compares = False
-            likelihood = as_likelihood(self.likelihood)
-            self._first_losses = checks.first_losses(pl_module, batch, self.reader, likelihood)
-        if self._begins:
-            self._begins = False
-            self._measure()
+        if not self._begun:
+            self._begun = True
+            self._begin()
 
     def on_train_batch_end(
         self,

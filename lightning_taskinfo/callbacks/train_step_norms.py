@@ -321,8 +321,8 @@ class TrainStepNorms(Probe):
             )
         if self.norms:
             self._recorder = StepRecorder(pl_module, self.max_samples)
-        self._checked = self._first_step = True  # the module is not called by us,
-        self._compares = self._sharded = False  # and its own loss is read
+        self._first_step = True
+        self._sharded = False  # the module is not called by us
         strategy: Any = trainer.strategy
         process = strategy.process_dataloader
 
@@ -366,6 +366,9 @@ class TrainStepNorms(Probe):
         warn(
             f"{self.state_key} {problem}; set `index_fn` to a function of the batch that returns their numbers."
         )
+
+    def _begin(self) -> None:
+        pass  # its own loss is read
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._drawn, self._skipped = None, 0
@@ -516,9 +519,6 @@ class TrainStepNorms(Probe):
             plot = partial(samples.plot, k=self.top_k)
             self._log_rows("suspicious_samples", samples.top(self.top_k), plot)
 
-    def on_exception(self, trainer: Trainer, *_: Any) -> None:
-        self.teardown(trainer)
-
     def teardown(self, trainer: Trainer, *_: Any, **stage: Any) -> None:
         self._recorder = self._trainer = self._drawn = None
         vars(trainer.strategy).pop("process_dataloader", None)
@@ -527,6 +527,8 @@ class TrainStepNorms(Probe):
                 vars(loader)["batch_sampler"] = loader.batch_sampler.noted
         self._noting = []
         self._reset()
+
+    on_exception = teardown
 
     def _forget(self) -> None:
         self._sums = SampleSums()
