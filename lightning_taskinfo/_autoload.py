@@ -71,21 +71,19 @@ def _stepping_back(hook: Callable[..., None]) -> Callable[..., None]:
     def safe(self: Any, trainer: Trainer, *arguments: Any, **named: Any) -> None:
         if self.stepped_back:
             return
-        error: Exception | None = None
+        reason = ""
         try:
             hook(self, trainer, *arguments, **named)
-        except Exception as caught:
-            error = caught
-        failed = error is not None
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        succeeded = not reason
         # Nobody waits for one that has stepped back.
         if not self.checked and trainer.world_size > 1:
-            failed = not trainer.strategy.reduce_boolean_decision(not failed)
+            succeeded = trainer.strategy.reduce_boolean_decision(succeeded)
         self.checked = self.checked or hook.__name__ == "on_train_batch_start"
-        if failed:
+        if not succeeded:
             self.stepped_back = True
-            reason = "another process failed"
-            if error is not None:
-                reason = f"{type(error).__name__}: {error}"
+            reason = reason or "another process failed"
             warn(f"{self.state_key} cannot watch this training and is switched off ({reason})")
 
     return safe

@@ -693,11 +693,11 @@ class Reader:
     batch_fn: BatchFn | None = None
     forward_fn: Forward | None = None
 
-    def read(self, model: nn.Module, batch: Any) -> Pair:
+    def read(self, model: nn.Module | None, batch: Any) -> Pair:
         """Return inputs and targets of a batch.
 
         Args:
-            model: The model that is trained on it.
+            model: The model that is trained on it; see :func:`read_batch` for what is done without.
             batch: The batch.
 
         Raises:

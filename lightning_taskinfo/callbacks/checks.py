@@ -67,41 +67,30 @@ def check_fit(who: str, outputs: Tensor, targets: Tensor | None, likelihood: Lik
         )
 
 
-def check_weights(who: str, model: nn.Module) -> None:
-    """Raise a ``ValueError`` if there is nothing to measure, or complex numbers, whose squares are no norms."""
+def check_module(probe: Any, trainer: Trainer, model: nn.Module) -> bool:
+    """Return whether the weights of a module are spread over processes.
+
+    Raises:
+        ValueError: If a probe cannot work with them: there are none to measure, complex ones, whose
+            squares are no norms, noisy ones, whose log-variances would count as weights, or ones
+            that are spread in another way.
+    """
+    who = probe.state_key
     weights = trainable_parameters(model)
     if not weights:
         raise ValueError(f"{who} needs a parameter with `requires_grad=True`, got none.")
     for name, p in weights.items():
         if p.is_complex():
             raise ValueError(f"{who} needs real parameters, got complex {name!r}.")
-
-
-def check_plain(who: str, model: nn.Module) -> None:
-    """Raise a ``ValueError`` if the weights are noisy: their log-variances would count as weights."""
-    if any(noisy_weights(model)):
+    if probe.needs_plain_weights and any(noisy_weights(model)):
         raise ValueError(
             f"{who} measures plain weights, got noisy ones: the information in them is `weight_kl(module)`, which "
             "`penalised` logs as taskinfo/information/quantity."
         )
-
-
-def check_shards(
-    who: str,
-    trainer: Trainer,
-    model: nn.Module,
-    needs_whole_weights: str,
-    max_samples: int,
-) -> bool:
-    """Return whether weights are spread over processes.
-
-    Raises:
-        ValueError: If a probe cannot work with weights that are spread in this way.
-    """
     kind = kind_of_shards(model) or kind_of_shards(trainer.strategy.model or model)
     if kind is None:
         return False
-    reason = needs_whole_weights
+    reason = probe.needs_whole_weights
     if not sharded(model):
         reason = reason or "follows weights of FSDP2 only"
     if reason:
@@ -109,9 +98,9 @@ def check_shards(
             f"{who} {reason} and cannot work with sharded weights, got {kind}; "
             "use a strategy that keeps them whole, e.g. 'ddp'."
         )
-    if max_samples < trainer.world_size:
+    if probe.max_samples < trainer.world_size:
         needed = f"at least 1 for each of {trainer.world_size} processes with sharded weights"
-        raise ValueError(f"`max_samples` must be {needed}, got {max_samples}.")
+        raise ValueError(f"`max_samples` must be {needed}, got {probe.max_samples}.")
     gathered_parameters(model)  # refuses what it cannot gather
     return True
 

@@ -65,16 +65,16 @@ class FisherTrace(Probe):
     def summarise(self, observed: TraceSums, samples: Samples) -> dict[str, float]:
         sums = samples.summed(observed.sums).tolist()
         values = by_layer(self, "fisher_trace", observed._replace(sums=sums))
-        values["sgd_temperature"] = self._temperature(samples)
+        values["sgd_temperature"] = self._temperature()
         return values
 
-    def _temperature(self, samples: Samples) -> float:
+    def _temperature(self) -> float:
         """Return the learning rate over the samples of a step; NaN if one of them is not known."""
-        trainer = samples.trainer
+        trainer = self._trainer
         with suppress(Exception):  # a batch that cannot be read is reported where it is measured
             if trainer.global_step == 0:  # no step was made
                 self._rate = trainer.optimizers[0].param_groups[0]["lr"]
-            n = self.reader.count(trainer.lightning_module, samples.batch)
+            n = self.reader.count(trainer.lightning_module, self._batch)
             batches = trainer.world_size * trainer.accumulate_grad_batches
             return float(self._rate) / (n * batches)
         return math.nan

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
@@ -44,12 +44,12 @@ class CenteredProbe(Probe):
     A frozen base of billions of weights costs neither memory nor a place in checkpoints.
 
     Attributes:
-        start: ``"initial"``; ``"zero"``, which keeps nothing; or a state dict, or the path of a
+        prior_center: ``"initial"``; ``"zero"``, which keeps nothing; or a state dict, or the path of a
             checkpoint, whose weights are taken where it has them.
         center: The weights by name.
     """
 
-    start: Start = "initial"
+    prior_center: Start = "initial"
     needs_plain_weights = True
 
     def __init__(self, **probe: Any) -> None:
@@ -90,15 +90,15 @@ class CenteredProbe(Probe):
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         weights = trainable_parameters(model)
         new = {name: p.detach() for name, p in weights.items() if name not in self.center}
-        if self.start == "zero" or not new:
+        if self.prior_center == "zero" or not new:
             return
-        stored = {} if self.start == "initial" else self._stored(new)
+        stored = {} if self.prior_center == "initial" else self._stored(new)
         for name, w in new.items():
             self.center[name] = stored.get(name, w).to(w, copy=True)
 
     def _stored(self, weights: ParamDict) -> ParamDict:
         """Return the checkpoint's weights; those that it does not have, e.g. of a new head, count from the start."""
-        stored = self.start
+        stored = self.prior_center
         if isinstance(stored, str):
             stored = read_checkpoint("prior_center", stored).state
         found = {}
@@ -124,7 +124,7 @@ class CenteredProbe(Probe):
         moved = {}
         for name, p in trainable_parameters(model).items():
             w = p.detach().to(torch.promote_types(p.dtype, torch.float32))
-            moved[name] = w - (0 if self.start == "zero" else self.center[name].to(w.device))
+            moved[name] = w - (0 if self.prior_center == "zero" else self.center[name].to(w.device))
         return moved
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,16 +166,10 @@ def _some(names: Iterable[str]) -> str:
 class _Observed(NamedTuple):
     """What one process has measured."""
 
-    model: nn.Module
     fisher: ParamDict | KroneckerSums  # of this process
     losses: Tensor  # of its samples, NaN where they are not known
-    displacement: ParamDict
-    squares: dict[str, float]  # squared lengths of the displacement
-
-    @property
-    def moved(self) -> ParamDict:
-        """The displacement of those weights that have one."""
-        return {name: part for name, part in self.displacement.items() if self.squares[name]}
+    squares: dict[str, float]  # squared length of each weight's displacement
+    moved: ParamDict  # the displacement of those weights that have one
 
 
 class InformationInWeights(CenteredProbe):
@@ -278,7 +272,6 @@ class InformationInWeights(CenteredProbe):
         self.structure = structure
         self.draws = draws
         self.num_samples = num_samples
-        self.start = self.prior_center
         self._chosen: int | None = None  # of AUTO_STDS, at the last measurement
         self._direction = 1  # to the neighbour that is tried next
         self._noises = Noises(self.seed)
@@ -292,8 +285,7 @@ class InformationInWeights(CenteredProbe):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         with observing(pl_module):
-            samples = self.num_samples or _length(trainer.train_dataloader)
-        self._training_set = samples
+            self._training_set = self.num_samples or _length(trainer.train_dataloader)
         known = self.begin(pl_module)
         if self.prior_center == "initial" and not known and trainer.ckpt_path is not None:
             warn(
@@ -302,22 +294,23 @@ class InformationInWeights(CenteredProbe):
 
     def observe(self, model: nn.Module, samples: Samples) -> _Observed:
         """Measure this process's part of the Fisher information and of the loss."""
-        moved = self.displacement(model)
+        displacement = self.displacement(model)
         squares = {}
-        for name, part in moved.items():
+        for name, part in displacement.items():
             length = torch.linalg.vector_norm(part, dtype=torch.float64)
             squares[name] = length.item() ** 2
+        moved = {name: part for name, part in displacement.items() if squares[name]}
+        if not moved:  # as at the start: there is no Gaussian
+            return _Observed({}, samples.losses(model), squares, moved)
         batch = (model, samples.inputs, samples.targets)
-        fisher: ParamDict | KroneckerSums = {}
-        if self.structure == "diagonal" and any(squares.values()):
-            draws: Any = samples.draws(LossOnTheWay)
-            fisher = squared_gradients_by_name(*batch, replace(samples.asked, likelihood=draws))
-            return _Observed(model, fisher, torch.cat(draws.losses), moved, squares)
-        if any(squares.values()):  # otherwise, as at the start, there is no Gaussian
-            fisher = KroneckerSums(model)
-            if samples.counted:
-                fisher = kronecker_sums(*batch, samples.request())
-        return _Observed(model, fisher, samples.losses(model), moved, squares)
+        if self.structure == "diagonal":
+            request: Any = samples.request(LossOnTheWay)
+            diagonal = squared_gradients_by_name(*batch, request)
+            return _Observed(diagonal, torch.cat(request.likelihood.losses), squares, moved)
+        sums = KroneckerSums(model)
+        if samples.counted:
+            sums = kronecker_sums(*batch, samples.request())
+        return _Observed(sums, samples.losses(model), squares, moved)
 
     def summarise(self, observed: _Observed, samples: Samples) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
@@ -356,7 +349,7 @@ class InformationInWeights(CenteredProbe):
         }
         self._warn_of_misfit(values)
         if self.per_layer:
-            for name in observed.displacement:  # one that has not moved has no nats
+            for name in observed.squares:  # one that has not moved has no nats
                 key = f"information_nats/{self.group_fn(name) or 'module'}"
                 nats = parts[name].kl.item() if name in parts else 0.0
                 values[key] = values.get(key, 0.0) + nats
@@ -369,16 +362,16 @@ class InformationInWeights(CenteredProbe):
         bases = {}
         if isinstance(fisher, KroneckerSums):
             factors = as_factors(fisher.summed(samples.summed), samples.total)
-        for name, part in observed.moved.items():
-            if isinstance(fisher, KroneckerSums):
+            for name, part in observed.moved.items():
                 eigenvalues, left, right = factors[name].eigen()
                 bases[name] = (left, right)
                 curvature[name] = self._training_set * eigenvalues.view_as(part)
-                continue
-            squares = fisher[name]
-            if samples.trainer.world_size > 1:
-                squares = samples.summed(squares)
-            curvature[name] = squares.view_as(part) * scale
+        else:
+            for name, part in observed.moved.items():
+                squares = fisher[name]
+                if samples.trainer.world_size > 1:
+                    squares = samples.summed(squares)
+                curvature[name] = squares.view_as(part) * scale
         distances = {name: observed.squares[name] for name in curvature}
         return PostFamily(curvature, distances, self.beta, bases)
 
@@ -519,22 +512,21 @@ class _Trials:
         part = number % parts
         some = slice((part - samples.first) % parts, None, parts)
         share = len(range(part, samples.total, parts)) / samples.total
+        before = self.observed.losses[some].sum().item()
+        model = samples.trainer.lightning_module
+
+        def loss() -> float:
+            return samples.losses(model, some).sum().item()
+
+        more = []
         try:
-            more = [self._added(number, std, some) / share for std in stds]
+            for std in stds:
+                noise = self.kept.noise(number, self.observed.moved)
+                losses = losses_with_noise(model, loss, self.family.draw(std), noise)
+                more.append((fmean(losses) - before) / share)
         except Exception:  # e.g. out of memory: then NaN, on all processes
             more = [math.nan] * len(stds)
         return (self.loss + samples.summed(more).cpu() * self.scale).tolist()
-
-    def _added(self, number: int, std: float, some: slice) -> float:
-        """Return what a noise of both signs adds to the loss of some samples in the mean."""
-        model = self.observed.model
-
-        def loss() -> float:
-            return self.samples.losses(model, some).sum().item()
-
-        noise = self.kept.noise(number, self.observed.moved)
-        losses = losses_with_noise(model, loss, self.family.draw(std), noise)
-        return fmean(losses) - self.observed.losses[some].sum().item()
 
 
 def _ratio(value: float, whole: float) -> float:

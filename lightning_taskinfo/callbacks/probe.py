@@ -202,21 +202,8 @@ class Probe(Callback, ABC):
         self._trainer = trainer
         self._batch: Any = None  # the last one
         self._first_losses: list[float] = []  # until the first batch was trained on
-        self._checked = False  # whether the first samples can be measured
         self._warned = False  # of a measurement that failed
-        checks.check_weights(self.state_key, pl_module)
-        if self.needs_plain_weights:
-            checks.check_plain(self.state_key, pl_module)
-        self._sharded = checks.check_shards(
-            self.state_key, trainer, pl_module, self.needs_whole_weights, self.max_samples
-        )
-        callbacks = self._trainer.callbacks
-        alike = [other for other in callbacks if getattr(other, "_way", None) == self._way]
-        # Compare the loss of the first batch, once for all of them.
-        first = (
-            not alike or alike[0] is self
-        )  # there are none where another callback calls this one
-        self._compares = first and not self._sharded
+        self._sharded = checks.check_module(self, trainer, pl_module)
         if self._module is not None and self._module() is not pl_module:
             warn(
                 f"{self.state_key} was used for another module before: its history goes on with this one. "
@@ -234,24 +221,31 @@ class Probe(Callback, ABC):
         self._resumed_extra = self._extra = False
         self._last_step = trainer.global_step  # after the last batch
         self._measured_at = -1  # the last measurement of this fit
-        self._begins = self.at_start and trainer.global_step == 0
+        self._begun = False
         self._source: Any = Source(
-            self.data, self.max_samples, self.seed, self.reader, self.split_over_ranks
+            trainer, self.data, self.max_samples, self.seed, self.reader, self.split_over_ranks
         )
         with observing(pl_module):  # a logger may begin its run here
-            self._source.open(trainer, pl_module)
-            if self._source.pool is not None:
-                self._check(pl_module, *self._source.pool)
+            self._source.open()
             report.log_settings(self._loggers(), self.state_key, self._settings())
 
-    def _check(self, pl_module: LightningModule, inputs: Any, targets: Tensor | None) -> None:
-        """Refuse samples that cannot be measured, before the first step."""
-        self._checked = True
-        if isinstance(inputs, Tensor) and not len(inputs):  # others have the samples
-            return
-        with resharding(pl_module):
-            tried = checks.try_model(self.state_key, pl_module, inputs, targets, self._asked)
-        self._check_outputs(*tried)
+    def _begin(self) -> None:
+        """Refuse samples that cannot be measured, compare losses, and measure, all before the first step."""
+        trainer = self._trainer
+        model = trainer.lightning_module
+        with observing(model):
+            inputs, targets = self._source.pool or self.reader.read(model, self._batch)
+            if not isinstance(inputs, Tensor) or len(inputs):  # otherwise others have the samples
+                with resharding(model):
+                    tried = checks.try_model(self.state_key, model, inputs, targets, self._asked)
+                self._check_outputs(*tried)
+        # Without this callback where another one calls it.
+        alike = [other for other in trainer.callbacks if getattr(other, "_way", None) == self._way]
+        if [*alike, self][0] is self and not self._sharded:  # once for all of them
+            likelihood = as_likelihood(self.likelihood)
+            self._first_losses = checks.first_losses(model, self._batch, self.reader, likelihood)
+        if self.at_start and trainer.global_step == 0:
+            self._measure()
 
     def _check_outputs(self, outputs: Tensor, targets: Tensor | None) -> None:
         """Refuse outputs of the first samples that are not what the quantity needs."""
@@ -266,16 +260,9 @@ class Probe(Callback, ABC):
     ) -> None:
         # As the training step gets it: one that pops the labels takes them out of its own dict.
         self._batch = copy.copy(batch) if isinstance(batch, Mapping) else batch
-        if not self._checked:
-            with observing(pl_module):
-                self._check(pl_module, *self.reader.read(pl_module, batch))
-        if self._compares:
-            self._compares = False
-            likelihood = as_likelihood(self.likelihood)
-            self._first_losses = checks.first_losses(pl_module, batch, self.reader, likelihood)
-        if self._begins:
-            self._begins = False
-            self._measure()
+        if not self._begun:
+            self._begun = True
+            self._begin()
 
     def on_train_batch_end(
         self,
@@ -287,16 +274,10 @@ class Probe(Callback, ABC):
         if self._first_losses:
             checks.compare_losses(self.state_key, self._first_losses, trainer, outputs)
             self._first_losses = []
-        if self._source.missing is not None:
-            self._tried(self._source.collect, pl_module, self._batch, trainer.is_last_batch)
-        if self._due(trainer) and self._measure():
-            values = dict.fromkeys(self.headline, math.nan)
-            values |= without_layers(self.history[-1])
-            del values["step"]
-            # Into the dict that checkpointing and early stopping read: `log_dict` would do the same,
-            # and take as long as a part of the measurement.
-            for key, value in self._logged(values).items():
-                trainer.callback_metrics[key] = torch.tensor(value, device="cpu")
+        if self._source.missing:
+            self._tried(self._source.collect, self._batch, trainer.is_last_batch)
+        if self._due(trainer):
+            self._measure()
 
     def _due(self, trainer: Trainer) -> bool:
         if self.every_n_steps is not None:
@@ -337,9 +318,19 @@ class Probe(Callback, ABC):
             return False
         step = self._measured_at = self._trainer.global_step
         self.history.append({"step": step, **values})
-        series = self._logged(with_few_layers(dict(values), self.max_layers))
+        totals, layers = parted(values)
+        if len(layers) > self.max_layers:
+            names = [*layers]
+            some = report.spread(len(names), self.max_layers)
+            layers = {names[i]: layers[names[i]] for i in some}
+        series = self._logged(totals | layers)
         for logger in self._trainer.loggers:
             logger.log_metrics(series, step=step)
+        # Into the dict that checkpointing and early stopping read: `log_dict` would do the same, and
+        # take as long as a part of the measurement.
+        unknown = dict.fromkeys(self.headline, math.nan)
+        for key, value in self._logged(unknown | totals).items():
+            self._trainer.callback_metrics[key] = torch.tensor(value, device="cpu")
         return True
 
     def _values(self, model: nn.Module) -> Mapping[str, float] | None:
@@ -375,7 +366,7 @@ class Probe(Callback, ABC):
         if not self.runs_the_model:
             return torch.empty(0, device="cpu"), None
         check_finite(model)
-        return self._source.read(self._trainer, self._batch)
+        return self._source.read(self._batch)
 
     def _observed(
         self,
@@ -401,7 +392,6 @@ class Probe(Callback, ABC):
             seed=hash((self.seed, self._trainer.global_step)),
             asked=self._asked,
             trainer=self._trainer,
-            batch=self._batch,
         )
         with resharding(model):
             return self.observe(model, samples), samples
@@ -466,34 +456,21 @@ class Probe(Callback, ABC):
         self._module = None
 
 
-def without_layers(row: report.Row) -> report.Row:
-    """Return a measurement without its layers, which are parts of another value and named behind it.
+def parted(row: Mapping[str, float]) -> tuple[report.Row, report.Row]:
+    """Return a measurement without its layers, and the layers: parts of another value that are named behind it.
 
     Example:
-        >>> without_layers({"nats": 3.0, "nats/net.0": 1.0, "nats_at/0.5": 2.0})
-        {'nats': 3.0, 'nats_at/0.5': 2.0}
+        >>> parted({"nats": 3.0, "nats/net.0": 1.0, "nats_at/0.5": 2.0})
+        ({'nats': 3.0, 'nats_at/0.5': 2.0}, {'nats/net.0': 1.0})
     """
-    kept = {}
+    totals, layers = {}, {}
     for name, value in row.items():
         whole, _, _ = name.rpartition("/")
-        if whole not in row:
-            kept[name] = value
-    return kept
-
-
-def with_few_layers(row: report.Row, limit: int) -> report.Row:
-    """Return a measurement with at most ``limit`` of its layers, evenly from the first to the last.
-
-    Example:
-        >>> row = {"nats": 3.0, "nats/a": 1.0, "nats/b": 0.5, "nats/c": 1.5}
-        >>> with_few_layers(row, 2)
-        {'nats': 3.0, 'nats/a': 1.0, 'nats/c': 1.5}
-    """
-    few = without_layers(row)
-    layers = [name for name in row if name not in few]
-    if len(layers) > limit:
-        layers = [layers[i] for i in report.spread(len(layers), limit)]
-    return few | {name: row[name] for name in layers}
+        if whole in row:
+            layers[name] = value
+        else:
+            totals[name] = value
+    return totals, layers
 
 
 def check_choice(argument: str, value: str, *options: str) -> None:

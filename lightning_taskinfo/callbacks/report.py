@@ -59,9 +59,7 @@ def thinned(history: Sequence[Row], names: Sequence[str], limit: int) -> list[Ro
         >>> [row["step"] for row in thinned(history, ["a"], limit=3)]
         [0, 3, 4, 8]
     """
-    if len(history) <= limit:
-        return [*history]
-    kept = {*spread(len(history), limit)}
+    kept = {*spread(len(history), min(limit, len(history)))}
     for name in names:
         values = known(history, name)
         if values:

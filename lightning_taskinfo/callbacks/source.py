@@ -30,7 +30,7 @@ from lightning_taskinfo._batches import (
     split,
     take,
 )
-from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo._lightning import Trainer
 from lightning_taskinfo._random import seed_everything
 from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.functional.likelihood import Likelihood, NumberedDraws, as_likelihood
@@ -54,7 +54,6 @@ class Samples:
         seed: Seed of this measurement's draws, the same on all processes.
         asked: How the user wants to measure.
         trainer: The Trainer.
-        batch: The batch that was trained on last; None before the first.
     """
 
     inputs: Any
@@ -65,26 +64,22 @@ class Samples:
     seed: int
     asked: Request
     trainer: Trainer
-    batch: Any
 
     @property
     def likelihood(self) -> Likelihood:
         """What the outputs mean."""
         return as_likelihood(self.asked.likelihood)
 
-    def draws(self, kind: type[NumberedDraws] = NumberedDraws) -> NumberedDraws:
-        """Return the likelihood, with labels that do not depend on how processes share the samples."""
-        return kind(
+    def request(self, kind: type[NumberedDraws] = NumberedDraws) -> Request:
+        """Return what the engine is asked for, with labels that do not depend on how processes share the samples."""
+        draws = kind(
             self.likelihood,
             seed=self.seed,
             first=self.first,
             total=self.total,
             mc_samples=self.asked.mc_samples,
         )
-
-    def request(self) -> Request:
-        """Return what the engine is asked for."""
-        return replace(self.asked, likelihood=self.draws())
+        return replace(self.asked, likelihood=draws)
 
     def outputs(self, model: nn.Module, some: slice = ALL) -> Iterator[Tensor]:
         """Yield the outputs for some of the samples that count, at most 128 of them at a time, without gradients.
@@ -141,31 +136,33 @@ class Source:
     """The samples of one fit.
 
     Attributes:
+        trainer: The Trainer.
         data: ``"train_batch"``, ``"train"`` or ``"val"``.
         max_samples: At most this many, over all processes.
         seed: Chooses the pool.
         reader: Reads batches.
         split: Whether processes share the samples; otherwise each has all of them.
         pool: Inputs and targets of this process, where they stay the same and are known.
-        missing: How many the first training batches have still to give to the pool; None where they
-            need not.
+        missing: How many the first training batches have still to give to the pool.
     """
 
+    trainer: Trainer
     data: str
     max_samples: int
     seed: int
     reader: Reader
     split: bool
     pool: Pair | None = None
-    missing: int | None = None
+    missing: int = 0
     collected: list[Pair] = field(default_factory=list)
 
-    def open(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def open(self) -> None:
         """Read the pool, or prepare to collect it; call it inside ``observing``.
 
         Raises:
             ValueError: If there must be a pool and the dataset does not give one.
         """
+        trainer = self.trainer
         whole = not self.split and trainer.world_size > 1
         if self.data == "train_batch":
             if whole:
@@ -178,42 +175,35 @@ class Source:
         needed = "a loader of an indexed dataset, all of which is used"
         if readable(loader):
             try:
-                self.pool = self._read_pool(trainer, pl_module, loader, key)
+                self.pool = self._read_pool(loader, key)
                 return
             except (TypeError, NotImplementedError, RuntimeError) as error:  # what copying raises
                 needed = f"a dataset that can be copied ({error})"
         if self.data == "val" or whole:
             kind = type(loader).__name__
             raise ValueError(f"`data={self.data!r}` needs {needed}, got {kind}.")
-        self.missing = len(self._share(trainer, self.max_samples))
+        self.missing = len(self._share(self.max_samples))
 
-    def _read_pool(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        loader: Any,
-        key: Any,
-    ) -> Pair:
+    def _read_pool(self, loader: Any, key: Any) -> Pair:
         generator = torch.Generator().manual_seed(self.seed)
         order = torch.randperm(len(loader.dataset), generator=generator, device="cpu")
         chosen = order[: self.max_samples].sort().values
-        mine = self._share(trainer, len(chosen))
+        mine = self._share(len(chosen))
         if not mine:
             return torch.empty(0, device="cpu"), None
         batch = read_samples(loader, chosen[mine.start : mine.stop], self.seed)
         if key is not None:
             batch = {key: batch}  # as the training step gets it
         # Where the training step gets its own, through the same hooks.
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = pl_module._on_before_batch_transfer(batch)
-        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        return self.reader.read(pl_module, batch)
+        module = self.trainer.lightning_module
+        batch = self.trainer.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch)
+        batch = self.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        return self.reader.read(module, batch)
 
-    def collect(self, pl_module: LightningModule, batch: Any, last: bool) -> None:
+    def collect(self, batch: Any, last: bool) -> None:
         """Take from a training batch what the pool still misses; with the last of an epoch it is complete."""
-        if self.missing is None:
-            return
-        inputs, targets = self.reader.read(pl_module, batch)
+        inputs, targets = self.reader.read(self.trainer.lightning_module, batch)
         part = first_samples(inputs, targets, self.missing)
         self.missing -= sample_count(part[0])
         self.collected.append(take(part, lambda x: x.detach().clone()))
@@ -221,22 +211,21 @@ class Source:
             every, labels = zip(*self.collected, strict=True)
             known = [targets for targets in labels if targets is not None]
             self.pool = joined([*every]), joined_targets(known) if known else None
-            self.missing = None
+            self.missing = 0
 
-    def read(self, trainer: Trainer, batch: Any) -> Pair:
+    def read(self, batch: Any) -> Pair:
         """Return this process's inputs and targets."""
         if self.pool is not None:
             return self.pool
-        inputs, targets = self.reader.read(trainer.lightning_module, batch)
-        mine = self._share(trainer, self.max_samples)
-        return first_samples(inputs, targets, len(mine))
+        inputs, targets = self.reader.read(self.trainer.lightning_module, batch)
+        return first_samples(inputs, targets, len(self._share(self.max_samples)))
 
-    def _share(self, trainer: Trainer, total: int) -> range:
+    def _share(self, total: int) -> range:
         """Return which of ``total`` samples this process takes, in one piece."""
         if not self.split:
             return range(total)
-        rank = trainer.global_rank
-        size, more = divmod(total, trainer.world_size)
+        rank = self.trainer.global_rank
+        size, more = divmod(total, self.trainer.world_size)
         start = rank * size + min(rank, more)
         return range(start, start + size + (rank < more))
 

@@ -5,13 +5,13 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_taskinfo._batches import read_batch, read_by, sample_count
+from lightning_taskinfo._batches import sample_count
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
@@ -19,7 +19,7 @@ from lightning_taskinfo.callbacks.fisher_trace import by_layer
 from lightning_taskinfo.callbacks.probe import Probe, check_choice
 from lightning_taskinfo.callbacks.source import NotingSampler, Samples, on_every_process, summed
 from lightning_taskinfo.fisher.accumulators import TraceSums
-from lightning_taskinfo.fisher.train_step import SampleLosses, StepLosses, StepRecorder, losses_of
+from lightning_taskinfo.fisher.train_step import StepLosses, StepRecorder, losses_of
 from lightning_taskinfo.plotting import plot_ranking
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 Score: TypeAlias = Literal["loss", "squared_norm"]
 LARGEST = 10**9  # number of a sample: memory grows with it
-STEPS = 128  # that are added up at once,
-MANY = 1 << 14  # unless one has more outputs than this: losses of pixels are many
+STEPS = 128  # whose losses are added up at once
 NOT_READ = "the training step had no backward pass"
 ONE_EACH = "`index_fn`, or the sampler of the loader, must give one number for each"
 IN_ORDER = (
@@ -107,22 +106,6 @@ class SampleScores:
         return plot_ranking(ranked.tolist(), k=k, ylabel=names[self.rank_by], ax=ax)
 
 
-class StepSamples(NamedTuple):
-    """What one training step has shown of its samples.
-
-    Attributes:
-        numbers: Numbers of the samples.
-        losses: Of all of them; what is not finite does not count.
-        norms: Squared, of some of them one after another.
-        first: Which sample of the batch is the first of those.
-    """
-
-    numbers: list[int]
-    losses: SampleLosses | None
-    norms: Tensor | None = None
-    first: int = 0
-
-
 class SampleSums:
     """Adds up losses and squared norms by the number of the sample, in memory that grows with the largest number.
 
@@ -132,45 +115,56 @@ class SampleSums:
 
     def __init__(self, table: Tensor | None = None) -> None:
         self._table = torch.zeros(5, 0, device="cpu") if table is None else table
-        self._waiting: list[StepSamples] = []
+        self._numbers: list[int] = []  # of samples that wait,
+        self._losses: list[tuple[Tensor, Tensor]] = []  # with their losses by step,
+        self._measured: list[int] = []  # and of those with norms that wait
+        self._norms: list[Tensor] = []
 
-    def add(self, step: StepSamples) -> None:
-        """Add what a step has shown: several at once, since they take little longer than one."""
-        self._waiting.append(step)
-        is_large = step.losses is not None and step.losses.outputs.numel() > MANY
-        if is_large or len(self._waiting) == STEPS:
-            self._add_all()
+    def add(
+        self,
+        numbers: list[int],
+        losses: tuple[Tensor, Tensor],
+        norms: Tensor | None = None,
+        first: int = 0,
+    ) -> None:
+        """Add what a step has shown: several at once, since they take little longer than one.
+
+        Args:
+            numbers: Numbers of the samples.
+            losses: Of all of them, as from :meth:`StepLosses.sums`; what is not finite does not count.
+            norms: Squared, of some of them one after another.
+            first: Which sample of the batch is the first of those.
+        """
+        self._numbers += numbers
+        self._losses.append(losses)
+        if norms is not None:
+            self._measured += numbers[first : first + len(norms)]
+            self._norms.append(norms)
+        if len(self._losses) == STEPS:
+            self._add_waiting()
 
     @property
     def table(self) -> Tensor:
         """By row: sum of losses, their number, sum of squared norms, their number, and how often a sample was seen."""
-        self._add_all()
+        if self._losses:
+            self._add_waiting()
         return self._table
 
-    def _add_all(self) -> None:
-        steps, self._waiting = self._waiting, []
-        if not steps:
-            return
-        index = as_index([number for step in steps for number in step.numbers])
+    def _add_waiting(self) -> None:
+        index = as_index(self._numbers)
+        self._add(0, index, losses_of(self._losses))
+        self._table[4] += index.bincount(minlength=self._table.shape[1]).to(self._table)
+        if self._norms:
+            self._add(2, as_index(self._measured), torch.cat(self._norms))
+        for waiting in (self._numbers, self._losses, self._measured, self._norms):
+            waiting.clear()
+
+    def _add(self, row: int, index: Tensor, values: Tensor) -> None:
+        """Add what is finite of some values, and its number, to the samples that they belong to."""
         missing = int(index.max()) + 1 - self._table.shape[1]
         if missing > 0:
             self._table = torch.nn.functional.pad(self._table, (0, missing))
         index = index.to(self._table.device)
-        self._table[4].index_add_(0, index, self._table.new_ones(len(index)))
-        known = []
-        parts = index.split([len(step.numbers) for step in steps])
-        for part, step in zip(parts, steps, strict=True):
-            if step.losses is not None:
-                known.append((part, step.losses))
-            if step.norms is not None:
-                behind = step.first + len(step.norms)
-                self._add(2, part[step.first : behind], step.norms)
-        if known:
-            of_losses, losses = zip(*known, strict=True)
-            self._add(0, torch.cat(of_losses), losses_of(losses))
-
-    def _add(self, row: int, index: Tensor, values: Tensor) -> None:
-        """Add values, and their number, to the samples that they belong to."""
         values = values.to(self._table)
         finite = values.isfinite()
         self._table[row].index_add_(0, index, torch.where(finite, values, 0))
@@ -306,12 +300,10 @@ class TrainStepNorms(Probe):
 
     def _reset(self) -> None:
         """Forget the step before."""
-        self._size = 0
+        self._numbers: Any = None  # of the samples, until they are added
         self._reads_norms = False
-        self._targets: Any = None
-        self._losses: SampleLosses | None = None
         self._problem: str | None = NOT_READ
-        if self._recorder is not None and self._recorder.problem != NOT_READ:
+        if self._recorder is not None:
             self._recorder.skip(NOT_READ)
 
     @property
@@ -329,8 +321,8 @@ class TrainStepNorms(Probe):
             )
         if self.norms:
             self._recorder = StepRecorder(pl_module, self.max_samples)
-        self._checked = self._first_step = True  # the module is not called by us,
-        self._compares = self._sharded = False  # and its own loss is read
+        self._first_step = True
+        self._sharded = False  # the module is not called by us
         strategy: Any = trainer.strategy
         process = strategy.process_dataloader
 
@@ -360,20 +352,23 @@ class TrainStepNorms(Probe):
         loader: Any = trainer.train_dataloader
         collate = getattr(loader, "collate_fn", None)
         home = getattr(collate, "__module__", type(collate).__module__)
-        advice = "set `index_fn` to a function of the batch that returns their numbers."
-        if not isinstance(getattr(loader, "batch_sampler", None), NotingSampler):
-            self._follow = False
-            warn(
-                f"{self.state_key} does not know which samples a batch holds, and ranks none: the training loader must "
-                "be one DataLoader that makes batches of an indexed dataset and keeps their order, got "
-                f"{type(loader).__name__}; {advice}"
+        self._follow = isinstance(getattr(loader, "batch_sampler", None), NotingSampler)
+        if not self._follow:
+            problem = (
+                "does not know which samples a batch holds, and ranks none: the training loader must be one DataLoader "
+                f"that makes batches of an indexed dataset and keeps their order, got {type(loader).__name__}"
             )
         elif home.partition(".")[0] not in IN_ORDER:
             name = getattr(collate, "__qualname__", type(collate).__qualname__)
-            warn(
-                f"{self.state_key} takes the samples of a batch in the order in which {name!r} gets them; where it "
-                f"changes the order, {advice}"
-            )
+            problem = f"takes the samples of a batch in the order in which {name!r} gets them, which may change it"
+        else:
+            return
+        warn(
+            f"{self.state_key} {problem}; set `index_fn` to a function of the batch that returns their numbers."
+        )
+
+    def _begin(self) -> None:
+        pass  # its own loss is read
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._drawn, self._skipped = None, 0
@@ -387,38 +382,9 @@ class TrainStepNorms(Probe):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._reset()
-        # Whose turn it is to have norms: in the next epoch, that of other steps and samples.
-        self._turn = trainer.current_epoch + batch_idx
-        batch_fn = self.reader.batch_fn
-        try:
-            inputs, self._targets = (
-                read_batch(batch) if batch_fn is None else read_by(batch_fn, batch)
-            )
-            size = sample_count(inputs)
-            if self._follow:
-                self._numbers = self._numbers_of(batch, batch_idx, size)
-            self._size = size
-        except Exception as error:
-            self._failed_step(error)
-
-    def _numbers_of(self, batch: Any, batch_idx: int, size: int) -> Any:
-        """Return the numbers of the samples in a batch."""
-        if self._index_fn is not None:
-            numbers = self._index_fn(batch)
-            if isinstance(numbers, Tensor):
-                numbers = numbers.tolist()
-        else:
-            if self._drawn is None:
-                self._drawn = self._trainer.train_dataloader.batch_sampler.drawn
-            if self._skipped is None:  # a training that is resumed within an epoch
-                self._skipped = batch_idx
-            numbers = self._drawn[batch_idx - self._skipped]
-        if self._first_step or self._index_fn is not None:
-            as_index(numbers)  # or say so
-        if len(numbers) != size:
-            raise ValueError(f"{ONE_EACH} of {size} samples, got {len(numbers)}.")
-        return numbers
+        self._batch_idx = batch_idx
 
     def on_before_backward(
         self,
@@ -426,45 +392,63 @@ class TrainStepNorms(Probe):
         pl_module: LightningModule,
         loss: Tensor,
     ) -> None:
-        if not self._size:
-            return
         self._problem = None
         try:
             self._read(loss)
         except Exception as error:
-            self._failed_step(error)
+            if self._first_step:
+                raise
+            self._problem = str(error)  # which leaves a gap
         self._first_step = False
-
-    def _failed_step(self, error: Exception) -> None:
-        """Leave a gap, or end a training whose first step cannot be read."""
-        if self._first_step:
-            raise error
-        self._problem = str(error)
 
     def _read(self, loss: Tensor) -> None:
         """Read the losses, and the gradients when they come."""
-        losses = StepLosses(loss, self._size, self._targets)
-        if losses.found is not None:
-            self._losses = losses.found.kept()
-        recorder: StepRecorder | None = self._recorder
-        every = self.norms_every_n_steps
-        is_turn = every is not None and self._turn % every == 0
-        is_logged = (self._last_step + 1) % self._logged_every == 0  # after this step
-        self._reads_norms = recorder is not None and (is_turn or is_logged)
-        if recorder is not None and (self._reads_norms or self._first_step):
-            self._scale = self._per_sample()
-            parts = math.ceil(self._size / self.max_samples)
-            first = self.max_samples * (self._turn // (every or 1) % parts)
-            recorder.listen(recorder.graph(loss), losses.root, self._size, first)
+        inputs, targets = self.reader.read(None, self._batch)
+        size = sample_count(inputs)
+        if self._follow:
+            self._numbers = self._numbers_of(size)
+        losses = StepLosses(loss, size, targets)
+        self._losses = losses.sums()
+        if self.norms:
+            self._listen(losses)
         if self._first_step:
             self._refuse(losses)
 
-    def _per_sample(self) -> float:
-        """Return what a sample's part of the backward pass has to be multiplied by to be its own gradient."""
+    def _listen(self, losses: StepLosses) -> None:
+        """Read the backward pass that follows, if it is its turn to have norms, or the first."""
+        every = self.norms_every_n_steps
+        turn = self._trainer.current_epoch + self._batch_idx  # in each epoch, that of other steps
+        is_turn = every is not None and turn % every == 0
+        is_logged = (self._last_step + 1) % self._logged_every == 0  # after this step
+        self._reads_norms = is_turn or is_logged
+        if not self._reads_norms and not self._first_step:
+            return
+        # What a sample's part of the backward pass has to be multiplied by to be its own gradient.
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        samples = self._size if self.loss_reduction == "mean" else 1
-        return samples * self._trainer.accumulate_grad_batches / scale
+        self._scale = self._trainer.accumulate_grad_batches / (scaler.get_scale() if scaler else 1)
+        if self.loss_reduction == "mean":
+            self._scale *= losses.samples
+        parts = math.ceil(losses.samples / self.max_samples)
+        first = self.max_samples * (turn // (every or 1) % parts)
+        self._recorder.listen(losses.loss, losses.root, losses.samples, first)
+
+    def _numbers_of(self, size: int) -> Any:
+        """Return the numbers of the samples in the batch."""
+        if self._index_fn is not None:
+            numbers = self._index_fn(self._batch)
+            if isinstance(numbers, Tensor):
+                numbers = numbers.tolist()
+        else:
+            if self._drawn is None:
+                self._drawn = self._trainer.train_dataloader.batch_sampler.drawn
+            if self._skipped is None:  # a training that is resumed within an epoch
+                self._skipped = self._batch_idx
+            numbers = self._drawn[self._batch_idx - self._skipped]
+        if self._first_step or self._index_fn is not None:
+            as_index(numbers)  # or say so
+        if len(numbers) != size:
+            raise ValueError(f"{ONE_EACH} of {size} samples, got {len(numbers)}.")
+        return numbers
 
     def _refuse(self, losses: StepLosses) -> None:
         """Raise a ``ValueError`` if what was asked for cannot be read."""
@@ -480,14 +464,15 @@ class TrainStepNorms(Probe):
             )
 
     def on_train_batch_end(self, *step: Any) -> None:
-        if self._follow and self._size and self._problem is None:
+        numbers = self._numbers if self._problem is None else None
+        self._numbers = None  # once: Lightning also ends batches that it has not begun
+        if numbers is not None:
             norms, first = None, 0
             if self._reads_norms and self._recorder.norms:
                 by_weight = torch.stack([*self._recorder.norms.values()])
                 norms = self._scale**2 * by_weight.sum(0)
                 first = self._recorder.first
-            self._sums.add(StepSamples(self._numbers, self._losses, norms, first))
-        self._size = 0  # once: Lightning also ends batches that it has not begun
+            self._sums.add(numbers, self._losses, norms, first)
         super().on_train_batch_end(*step)
 
     # What is logged
@@ -496,11 +481,9 @@ class TrainStepNorms(Probe):
         """Return the names of parameters, and sums over samples: of norms, if this step's were read, and of losses."""
         if self._problem is not None:
             raise RuntimeError(self._problem)
-        of_losses = [0.0, 0.0]
-        if self._losses is not None:
-            losses = self._losses.values
-            losses = losses[losses.isfinite()]
-            of_losses = [losses.double().sum().item(), len(losses)]
+        losses = losses_of([self._losses])
+        losses = losses[losses.isfinite()]
+        of_losses = [losses.double().sum().item(), len(losses)]
         if not self._reads_norms:
             return [], of_losses
         if not self._recorder.norms:
@@ -536,9 +519,6 @@ class TrainStepNorms(Probe):
             plot = partial(samples.plot, k=self.top_k)
             self._log_rows("suspicious_samples", samples.top(self.top_k), plot)
 
-    def on_exception(self, trainer: Trainer, *_: Any) -> None:
-        self.teardown(trainer)
-
     def teardown(self, trainer: Trainer, *_: Any, **stage: Any) -> None:
         self._recorder = self._trainer = self._drawn = None
         vars(trainer.strategy).pop("process_dataloader", None)
@@ -547,6 +527,8 @@ class TrainStepNorms(Probe):
                 vars(loader)["batch_sampler"] = loader.batch_sampler.noted
         self._noting = []
         self._reset()
+
+    on_exception = teardown
 
     def _forget(self) -> None:
         self._sums = SampleSums()

@@ -6,11 +6,10 @@ score is backpropagated: when the backward pass of the training comes by a use, 
 gradient of its output give each sample's share of the weight gradient.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -71,17 +70,9 @@ class StepRecorder:
         self.count = 0
         self.problem = reason
 
-    def graph(self, loss: Tensor) -> Graph:
-        """Return the graph of a loss, down to the parameters that are trained now."""
-        trained = [p.requires_grad for p in self.all]
-        if trained != self.trained:  # as when a backbone is unfrozen
-            self.parameters = gathered_parameters(self.model)
-            self.trained = trained
-        return Graph(loss, self.parameters)
-
     def listen(
         self,
-        graph: Graph,
+        loss: Tensor,
         root: Edge | None,
         samples: int,
         first: int = 0,
@@ -89,20 +80,31 @@ class StepRecorder:
         """Read the backward pass that follows.
 
         Args:
-            graph: Of the loss.
-            root: Where the rows of the samples lie one after the other in it, if that is known.
+            loss: What will be differentiated.
+            root: Where the rows of the samples lie one after the other in its graph, if that is known.
             samples: Samples of the batch.
             first: The number of the first sample to be measured.
         """
         self.skip(None)
         self.first = first
         self.count = min(samples - first, self.max_samples)
+        trained = [p.requires_grad for p in self.all]
+        if trained != self.trained:  # as when a backbone is unfrozen
+            self.parameters = gathered_parameters(self.model)
+            self.trained = trained
         try:
+            graph = Graph(loss, self.parameters)
             for name in self.parameters:
                 if name not in graph.leaves:
                     raise ValueError(f"{name!r} was not used with gradients in the training step")
             plan = self.plans.find(graph, samples) or self._shown(graph, root, samples)
-            self._wait(graph, plan)
+            _check_saved([graph.nodes[at.number] for at in plan.places])
+            chosen = slice(first, first + self.count)
+            self.arrivals = Arrivals(graph, plan, self._add_norms, chosen=chosen, training=True)
+            for operation in self.arrivals.waiting:
+                # What a node calls must hold no part of the graph: it would keep itself alive.
+                hook = partial(self._arrived, self.step, operation)
+                graph.nodes[operation].register_prehook(hook)
         except Exception as error:  # which would end the training
             self.skip(_told(error))
 
@@ -146,21 +148,6 @@ class StepRecorder:
             StepRecorder.busy = False
             for p, gradient in gradients:
                 p.grad = gradient
-
-    def _wait(
-        self,
-        graph: Graph,
-        plan: Plan,
-    ) -> None:
-        """Let the uses tell when their gradients are there."""
-        chosen = slice(self.first, self.first + self.count)
-        _check_saved([graph.nodes[at.number] for at in plan.places])
-        arrivals = Arrivals(graph, plan, self._add_norms, chosen=chosen, training=True)
-        self.arrivals = arrivals
-        for operation in arrivals.waiting:
-            # What a node calls must hold no part of the graph: it would keep itself alive.
-            hook = partial(self._arrived, self.step, operation)
-            graph.nodes[operation].register_prehook(hook)
 
     # The backward pass
 
@@ -215,21 +202,16 @@ def _mixing(
     """
     mixing: dict[str, str] = {}
     for at in plan.places:
-        nodes = graph.below(at.source[0]) if at.way is None else set()
-        reasons = [number for number in nodes if _with_a_constant(graph, number)]
+        reasons = []
+        for number in graph.below(at.source[0]) if at.way is None else ():
+            place = PRODUCTS.get(graph.kind(number))
+            if place is not None and None in graph.signature[number][2][place : place + 2]:
+                reasons.append(number)
         if isinstance(graph.nodes[at.number], BackwardCFunction):
             reasons.append(at.number)
         if reasons:
             mixing |= dict.fromkeys(at.names, graph.kind(reasons[0]))
     return mixing
-
-
-def _with_a_constant(
-    graph: Graph,
-    number: int,
-) -> bool:
-    place = PRODUCTS.get(graph.kind(number))
-    return place is not None and None in graph.signature[number][2][place : place + 2]
 
 
 @contextmanager
@@ -276,105 +258,6 @@ def _enclosed(
 
 # --- The loss of each sample, and where the samples are in the graph
 
-FEW = 1 << 14  # outputs of a step up to which they are kept, and their losses computed later
-
-
-class SampleLosses(NamedTuple):
-    """The losses of a training step's samples, as what they are computed from.
-
-    Little is done in the step itself; :func:`losses_of` does the rest for many steps at once.
-
-    Attributes:
-        outputs: What the loss was computed from.
-        rule: How, by row (a sample, a token, an output); None if they are losses themselves.
-        seen: The targets that the loss saw.
-        ignored: The target of rows that do not count, if there is one.
-        samples: Samples of the batch.
-        targets: The labels of the batch, to see that the loss has the samples in the same order;
-            None if unknown.
-    """
-
-    outputs: Tensor
-    rule: Callable[..., Tensor] | None
-    seen: Tensor
-    ignored: int | None
-    samples: int
-    targets: Any
-
-    def kept(self) -> "SampleLosses":
-        """Return the same, to be read later, when the memory of outputs and labels may have other uses."""
-        seen = self.seen.clone()
-        targets = self.targets
-        if isinstance(targets, Tensor):
-            targets = seen if targets is self.seen else targets.clone()  # the first as a rule
-        if self.outputs.numel() > FEW:
-            return self._replace(outputs=self.rows, rule=None, seen=seen, targets=targets)
-        return self._replace(outputs=self.outputs.clone(), seen=seen, targets=targets)
-
-    @property
-    def rows(self) -> Tensor:
-        """The loss of each row, 0 where it does not count."""
-        if self.rule is None:
-            return self.outputs
-        options = {} if self.ignored is None else {"ignore_index": self.ignored}
-        outputs, seen = at_least_float32(self.outputs), at_least_float32(self.seen)
-        return self.rule(outputs, seen, reduction="none", **options)
-
-    @property
-    def problem(self) -> str | None:
-        """Why the rows are not known to be those of the samples."""
-        size = list(self.seen.shape)  # the loss has a row for each target
-        count = size[0] if size else 0
-        whole = self.seen.numel() > 0 and count % self.samples == 0
-        if not whole or (self.targets is None and count != self.samples):
-            return f"the loss must have rows for {self.samples} samples, got {size}"
-        if self.targets is not None and not _same_order(self.seen, self.targets, self.samples):
-            return "the loss must see the targets of the batch in their order, got others"
-        return None
-
-    @property
-    def values(self) -> Tensor:
-        """The loss of each sample, ``[samples]``: the mean over its rows, NaN where none counts or is known."""
-        if self.problem is not None:
-            return self.outputs.new_full((self.samples,), math.nan)
-        rows = self.rows.reshape(self.samples, -1)
-        if self.ignored is None:
-            return rows.mean(1)
-        counted = self.seen.reshape(self.samples, -1) != self.ignored
-        return rows.sum(1) / counted.sum(1)
-
-
-def losses_of(steps: Sequence[SampleLosses]) -> Tensor:
-    """Return the losses of the samples of several steps, one after the other.
-
-    Steps that are alike are put together first, which takes little longer than one of them.
-    """
-    together = _together(steps)
-    if together is not None and together.problem is None:
-        return together.values
-    return torch.cat([step.values for step in steps])
-
-
-def _together(steps: Sequence[SampleLosses]) -> SampleLosses | None:
-    """Return several steps as one, if they are alike."""
-    first = steps[0]
-    kinds = set()
-    for step in steps:
-        if not isinstance(step.targets, Tensor):
-            return None
-        shapes = (step.outputs.shape, step.seen.shape, step.targets.shape)
-        kinds.add((step.rule, step.ignored, step.samples, *shapes))
-    if len(kinds) > 1 or 0 in (first.seen.dim(), first.targets.dim()):
-        return None
-    seen = torch.cat([step.seen for step in steps])
-    targets = seen
-    if any(step.targets is not step.seen for step in steps):
-        targets = torch.cat([step.targets for step in steps])
-    outputs = torch.cat([step.outputs for step in steps])
-    samples = first.samples * len(steps)
-    return first._replace(outputs=outputs, seen=seen, samples=samples, targets=targets)
-
-
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "NllLossBackward0": F.nll_loss,  # of cross_entropy, too
     "NllLoss2DBackward0": F.nll_loss,
@@ -382,20 +265,6 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "BinaryCrossEntropyBackward0": F.binary_cross_entropy,
     "MseLossBackward0": F.mse_loss,
 }
-
-
-def _read(
-    node: Any,
-    samples: int,
-    targets: Any,
-) -> SampleLosses:
-    """Read what a loss has kept for its backward pass."""
-    rule = LOSSES[type(node).__name__]
-    ignored = getattr(node, "_saved_ignore_index", None)
-    if ignored is not None and ignored >= 2**63:  # it is shown without its sign
-        ignored -= 2**64
-    outputs = node._saved_self.detach()
-    return SampleLosses(outputs, rule, node._saved_target, ignored, samples, targets)
 
 
 class StepLosses:
@@ -408,8 +277,10 @@ class StepLosses:
             None if unknown.
 
     Attributes:
-        found: The losses of the samples, without weights of classes and label smoothing; None where
-            the step has not one loss that can be read.
+        known: The operations of :data:`LOSSES` that it was computed from.
+        seen: The targets that the loss saw if it is one: it has a row for each.
+        in_order: Whether they are those of the samples in the order of the batch; a tensor where
+            a device would have to be waited for.
     """
 
     def __init__(
@@ -418,42 +289,81 @@ class StepLosses:
         samples: int,
         targets: Any,
     ) -> None:
-        self.found: SampleLosses | None = None
-        nodes = _known_losses(loss)
-        self._known = len(nodes)
-        self._node: Any = None
-        if self._known != 1:
-            self._scalar = _made_scalar(loss, samples)
-            return
-        self._node = nodes[0]
-        self.found = _read(self._node, samples, targets)
+        self.loss = loss
+        self.samples = samples
+        self.known = _known_losses(loss)
+        self.seen: Any = None
+        self.in_order: Tensor | bool = False
+        if len(self.known) == 1:
+            self.seen = self.known[0]._saved_target
+            self.in_order = _same_order(self.seen, targets, samples)
 
     @property
     def problem(self) -> str | None:
         """Why losses of samples cannot be read."""
-        if self.found is not None:
-            return self.found.problem
-        known = ", ".join(kind.removesuffix("Backward0") for kind in LOSSES)
+        if len(self.known) != 1:
+            kinds = ", ".join(kind.removesuffix("Backward0") for kind in LOSSES)
+            return f"the training step must compute one loss of {kinds}, not compiled, got {len(self.known)}"
+        if self.in_order:
+            return None
         return (
-            f"the training step must compute one loss of {known}, not compiled, got {self._known}"
+            f"the loss must see the targets of the {self.samples} samples of the batch in their order, got others "
+            f"of shape {list(self.seen.shape)}"
         )
 
     @property
     def root(self) -> Edge | None:
         """Where the rows of the samples lie one after the other in the graph; None if that is not known."""
-        if self.found is None:
-            return self._scalar
-        source, number = self._node.next_functions[0]
-        unknown = source is None or self.found.problem is not None
-        return None if unknown else Edge(source, number)
+        if len(self.known) != 1:
+            return _made_scalar(self.loss, self.samples)
+        source, number = self.known[0].next_functions[0]
+        return Edge(source, number) if source is not None and self.in_order else None
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Return the sum of each sample's loss over its rows (tokens, outputs), and how many of them count.
+
+        Both are ``[samples]``, and 0 where the losses are not known: dividing can wait until there
+        are several steps. Weights of classes and label smoothing are left out.
+        """
+        if self.in_order is False:
+            unknown = torch.zeros(self.samples, device=self.loss.device)
+            return unknown, unknown
+        (node,) = self.known
+        rule = LOSSES[type(node).__name__]
+        outputs = at_least_float32(node._saved_self.detach())
+        ignored = getattr(node, "_saved_ignore_index", None)
+        if ignored is None:
+            rows = rule(outputs, at_least_float32(self.seen), reduction="none")
+            counted = torch.ones_like(rows)
+        else:
+            if ignored >= 2**63:  # it is shown without its sign
+                ignored -= 2**64
+            rows = rule(outputs, self.seen, reduction="none", ignore_index=ignored)
+            counted = self.seen != ignored
+        if self.in_order is not True:
+            counted = counted * self.in_order
+        if rows.shape != (self.samples,):
+            rows = rows.reshape(self.samples, -1).sum(1)
+            counted = counted.reshape(self.samples, -1).sum(1)
+        return rows, counted
 
 
-def _known_losses(loss: Tensor) -> list[Node]:
+def losses_of(steps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the losses of the samples of several steps, one after the other; not finite where none is known.
+
+    Args:
+        steps: What :meth:`StepLosses.sums` has returned for each.
+    """
+    sums, counts = map(torch.cat, zip(*steps, strict=True))
+    return sums / counts
+
+
+def _known_losses(loss: Tensor) -> list[Any]:
     """Return the operations of :data:`LOSSES` that a loss was computed from; what is below them is no matter."""
     first: Any = loss.grad_fn
     if type(first).__name__ in LOSSES:  # as a rule
         return [first]
-    found: list[Node] = []
+    found = []
     nodes = [first]
     seen = {first}
     for node in nodes:  # which grows
@@ -489,17 +399,23 @@ def _same_order(
     seen: Tensor,
     targets: Any,
     samples: int,
-) -> bool:
+) -> Tensor | bool:
     """Whether a loss saw these targets: as they are, or shifted by one as those of a language model."""
+    if not seen.numel() or not seen.dim() or len(seen) % samples:
+        return False
+    if targets is None:
+        return len(seen) == samples
     if not isinstance(targets, Tensor) or targets.dim() == 0 or len(targets) != samples:
         return False
-    if seen is targets:
+    if seen is targets:  # as a rule
         return True
-    same_size = seen.numel() == targets.numel()
-    if same_size and torch.equal(seen.reshape(-1), targets.reshape(-1).to(seen.dtype)):
-        return True
-    if targets.dim() != 2 or len(seen.reshape(-1)) % samples:
-        return False
-    shifted = targets[:, 1:]
     rows = seen.reshape(samples, -1)
-    return torch.equal(rows[:, :-1] if same_size else rows, shifted)  # the last one is padding
+    labels = targets.reshape(samples, -1).to(seen.dtype)
+    same: Tensor | bool = False
+    if rows.shape == labels.shape:
+        same = (rows == labels).all()
+        rows = rows[:, :-1]  # the last one is padding where they are shifted
+    shifted = labels[:, 1:]
+    if targets.dim() == 2 and shifted.numel() and rows.shape == shifted.shape:
+        same = (rows == shifted).all() | same
+    return same

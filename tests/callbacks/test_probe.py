@@ -6,6 +6,7 @@ import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -275,16 +276,16 @@ def test_a_probe_that_needs_all_samples_in_each_process_collects_where_there_is_
 
 
 def test_what_is_collected_stays_when_a_loader_fills_the_same_tensors_again():
-    source = Source("train", 3, 0, Reader(), split=True)
-    source.missing = 3
+    trainer = SimpleNamespace(lightning_module=nn.Linear(1, 2))
+    source = Source(trainer, "train", 3, 0, Reader(), split=True, missing=3)
     x, y = torch.zeros(2, 1, requires_grad=True), torch.zeros(2, dtype=torch.long)
     for step in range(2):
         with torch.no_grad():
             x.fill_(step), y.fill_(step)
-        source.collect(nn.Linear(1, 2), (x, y), last=False)
+        source.collect((x, y), last=False)
     x.data.fill_(9), y.fill_(9)
     inputs, targets = source.pool
-    assert source.missing is None
+    assert not source.missing
     assert inputs.flatten().tolist() == targets.tolist() == [0, 0, 1]
     assert not inputs.requires_grad
 

@@ -17,9 +17,7 @@ def samples(counted, generator):
     x = torch.randn(N, 4, generator=generator)
     y = torch.randint(3, (N,), generator=generator)
     trainer = SimpleNamespace(world_size=1)
-    return Samples(
-        x, y, counted, 0, counted, 0, Request("sampled", "categorical", 1), trainer, None
-    )
+    return Samples(x, y, counted, 0, counted, 0, Request("sampled", "categorical", 1), trainer)
 
 
 @pytest.mark.parametrize("counted", [N, CHUNK + 5, CHUNK, 7, 0])

@@ -6,27 +6,26 @@ import pytest
 import torch
 
 from lightning_taskinfo import SampleScores
-from lightning_taskinfo.callbacks.train_step_norms import MANY, SampleSums, StepSamples
-from lightning_taskinfo.fisher.train_step import SampleLosses
+from lightning_taskinfo.callbacks.train_step_norms import STEPS, SampleSums
 
 
 def filled(generator):
-    """Return sums of twenty batches, and the same by a loop."""
+    """Return sums of more batches than wait, and the same by a loop."""
     sums, losses, norms, seen = SampleSums(), {}, {}, {}
-    for step in range(20):
+    for step in range(STEPS + 20):
         index = torch.randint(
             30 if step < 10 else 90, (8,), generator=generator
         )  # some of them twice
         loss, norm = torch.rand(8, generator=generator), torch.rand(3, generator=generator)
         loss[step % 8] = math.nan if step % 3 else math.inf
-        labels = torch.zeros(8)
-        rows = SampleLosses(loss, None, labels, None, 8, labels)
-        shown = StepSamples(index.tolist(), rows, norm, first=2)
-        if step == 5:
-            shown = shown._replace(losses=None)
+        rows = torch.randint(1, 4, (8,), generator=generator)
+        if step == 5:  # its losses are not known
+            rows = torch.zeros(8)
+        shown = (index.tolist(), (loss * rows, rows))
         if step == 6:
-            shown = shown._replace(norms=None)
-        sums.add(shown)
+            sums.add(*shown)
+        else:
+            sums.add(*shown, norm, first=2)
         for i, n in enumerate(index.tolist()):
             seen[n] = seen.get(n, 0) + 1
             if step != 5 and loss[i].isfinite():
@@ -71,15 +70,3 @@ def test_plot_has_all_samples_and_marks_the_first():
     everything, first = (line.get_ydata() for line in ax.get_lines())
     assert list(everything) == [*range(8, -1, -1)]
     assert list(first) == [8, 7, 6, 5]
-
-
-def test_losses_of_many_rows_do_not_wait():
-    sums = SampleSums()
-    waiting = []
-    for size in (MANY // 2, MANY // 2, MANY, MANY // 2):
-        rows = torch.ones(2, size)
-        losses = SampleLosses(rows, None, rows, None, 2, rows)
-        sums.add(StepSamples([0, 1], losses))
-        waiting.append(len(sums._waiting))
-    assert waiting == [1, 2, 0, 1]
-    assert sums.table[1].tolist() == [4.0, 4.0]

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_taskinfo.fisher import train_step
 from lightning_taskinfo.fisher.train_step import StepLosses, losses_of
 
 N, T, C = 6, 4, 5
@@ -26,7 +25,7 @@ def read(loss, targets):
 
 def values(loss, targets):
     """Return the mean loss of each sample."""
-    return read(loss, targets).found.values
+    return losses_of([read(loss, targets).sums()])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -112,13 +111,13 @@ def repeated(out, y):
 
 @pytest.mark.parametrize(
     ("loss", "message"),
-    [(permuted, "targets"), (two, "got 2"), (soft, "got 0"), (repeated, "got [4]")],
+    [(permuted, "targets"), (two, "got 2"), (soft, "got 0"), (repeated, "of shape [4]")],
 )
 def test_losses_that_are_not_those_of_the_batch_are_not_read(loss, message, generator):
     out, y = outputs(N, C, generator=generator), torch.arange(N) % C
     found = read(loss(out, y), y)
     assert message in found.problem
-    assert found.found is None or found.found.values.isnan().all()
+    assert not losses_of([found.sums()]).isfinite().any()
 
 
 def test_unknown_targets_are_not_compared(generator):
@@ -136,6 +135,17 @@ def test_a_checkpointed_loss_is_read_and_the_backward_pass_goes_on(generator):
     torch.testing.assert_close(out.grad, expected)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_what_was_read_does_not_change_with_outputs_and_labels(same, generator):
+    out, y = outputs(N, C, generator=generator), torch.arange(N) % C
+    found = read(F.cross_entropy(out, y), y if same else y.clone()).sums()
+    expected = F.cross_entropy(out, y, reduction="none").detach()
+    with torch.no_grad():
+        out.zero_()
+        y.fill_(-100)
+    torch.testing.assert_close(losses_of([found]), expected)
+
+
 def test_batches_of_any_lengths_are_averaged_one_after_the_other(generator):
     batches = []
     expected = []
@@ -144,30 +154,19 @@ def test_batches_of_any_lengths_are_averaged_one_after_the_other(generator):
         y = torch.randint(C, (N, length), generator=generator)
         y[0, 1:] = -100
         loss = F.cross_entropy(out.flatten(0, 1), y.flatten())
-        batches.append(read(loss, y).found)
+        batches.append(read(loss, y).sums())
         expected.append(values(loss, y))
     torch.testing.assert_close(losses_of(batches), torch.cat(expected))
-    torch.testing.assert_close(losses_of(batches[:2]), torch.cat(expected[:2]))
 
 
-@pytest.mark.parametrize("few", [0, train_step.FEW])
-def test_what_is_kept_does_not_change_with_outputs_and_labels(few, generator, monkeypatch):
-    monkeypatch.setattr(train_step, "FEW", few)
-    out, y = outputs(N, C, generator=generator), torch.rand(N, C, generator=generator)
-    found = read(F.mse_loss(out, y), y).found.kept()
-    expected = F.mse_loss(out, y, reduction="none").detach().mean(1)
-    with torch.no_grad():
-        out.zero_()
-        y.fill_(3.0)
-    torch.testing.assert_close(found.values, expected)
-
-
-def test_among_batches_one_in_another_order_has_no_losses(generator):
-    out, y = outputs(N, C, generator=generator), torch.arange(N) % C
-    batches = [read(F.cross_entropy(out, y), y).found, read(permuted(out, y), y).found]
-    found = losses_of(batches)
-    torch.testing.assert_close(found[:N], F.cross_entropy(out, y, reduction="none"))
-    assert found[N:].isnan().all()
+@pytest.mark.parametrize("shape", [(N,), (N, 1), (N, 2)])
+def test_one_sample_in_the_place_of_another_is_seen(shape, generator):
+    """Also where labels have one column, of which nothing is left when they are shifted."""
+    out, y = outputs(*shape, generator=generator), torch.rand(shape, generator=generator)
+    other = y.clone()
+    other[:2] = y[:2].flip(0)
+    assert read(F.mse_loss(out, y.clone()), y).problem is None
+    assert "in their order" in read(F.mse_loss(out, other), y).problem
 
 
 # Where the samples are

@@ -32,8 +32,7 @@ def looped(forward, parameters: dict[str, nn.Parameter], targets: Tensor) -> dic
 
 def recorded(forward, recorder: StepRecorder, targets: Tensor, first: int = 0) -> dict[str, Tensor]:
     loss = F.cross_entropy(forward().flatten(0, -2), targets.flatten())
-    graph = recorder.graph(loss)
-    recorder.listen(graph, StepLosses(loss, len(targets), targets).root, len(targets), first)
+    recorder.listen(loss, StepLosses(loss, len(targets), targets).root, len(targets), first)
     loss.backward()
     assert recorder.problem is None
     return recorder.norms
@@ -94,8 +93,7 @@ def test_the_same_drawn_networks_at_every_run(network, n, data):
     expected = looped(lambda: model(x), parameters, targets)
     if any(step == "mixed" for step, _ in network["steps"]) and n > 1:
         loss = F.cross_entropy(model(x).flatten(0, -2), targets.flatten())
-        graph = recorder.graph(loss)
-        recorder.listen(graph, StepLosses(loss, n, targets).root, n, first)
+        recorder.listen(loss, StepLosses(loss, n, targets).root, n, first)
         loss.backward()
         if recorder.problem is not None:
             assert "mixes the samples" in recorder.problem
