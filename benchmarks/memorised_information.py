@@ -406,7 +406,7 @@ def main() -> None:
     args = parser.parse_args()
     lengths = (20, 40, 100) if args.quick else LENGTHS
     seeds = 1 if args.quick else args.seeds
-    claim_folder(args.folder, {"lengths": list(lengths), "samples": SAMPLES}, argument="--folder")
+    claim_folder(args.folder, {"lengths": list(lengths), "samples": SAMPLES})
     done, rows, seconds = 0, [], 0.0
     for seed, network, share in itertools.product(range(seeds), NETWORKS, SHARES):
         path = args.folder / f"{network}_seed_{seed}_share_{share:g}.pt"
