@@ -261,7 +261,7 @@ def test_keeps_what_it_was_given():
         ({"source": {"accuracy": True, "loss": 1.0}}, "`source` must hold numbers"),
         ({"labels": 0}, "`labels` must be at least 1, got 0"),
         ({"labels": 5.0}, "`labels` must be a whole number, got 5.0"),
-        ({"seed": -1}, "`seed` must not be negative, got -1"),
+        ({"seed": -1}, "`seed` must be non-negative and finite, got -1"),
         ({"method": ""}, "`method` must be a name, got ''"),
         ({"accuracy": 0.5}, "`results` must hold results, or dicts like them: "),
         (
