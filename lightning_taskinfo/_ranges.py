@@ -1,7 +1,7 @@
 """Numbers in their range: the one place that refuses negative, infinite and undefined arguments."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, reduce
 from numbers import Integral
 from typing import Any
@@ -45,6 +45,22 @@ def check_seed(seed: int) -> None:
 def _check_whole(name: str, value: Any) -> None:
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
+
+
+def check_choice(options: Iterable[str], **arguments: Any) -> None:
+    """Refuse words that are not among the options.
+
+    Raises:
+        ValueError: Naming the argument, the options and the word.
+
+    Example:
+        >>> check_choice(["step", "epoch"], alternate="never")
+        Traceback (most recent call last):
+        ValueError: `alternate` must be one of step, epoch, got 'never'.
+    """
+    for name, value in arguments.items():
+        if value not in options:
+            raise ValueError(f"`{name}` must be one of {', '.join(options)}, got {value!r}.")
 
 
 RULES: dict[str, Callable[[Tensor], Tensor]] = {  # what is said of numbers -> where it holds

@@ -98,8 +98,7 @@ class Lautum(_base.Regularizer):
         super().__init__(weight)
         self.input_shape = _base.checked_shape(input_shape)
         D = math.prod(self.input_shape)
-        if proxy not in ("logits", "jacobian"):
-            raise ValueError(f"`proxy` must be 'logits' or 'jacobian', got {proxy!r}.")
+        _ranges.check_choice(["logits", "jacobian"], proxy=proxy)
         if components is None and proxy == "jacobian":
             components = min(D, 64)
         elif components is None:

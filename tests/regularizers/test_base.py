@@ -42,7 +42,7 @@ def test_a_constant_weight_begins_at_its_start():
         ({"weight": math.inf}, "`weight` must be non-negative and finite, got inf"),
         (
             {"weight": 1.0, "ramp": "cosine"},
-            r"`ramp` must be one of \('constant', 'linear', 'sigmoid'\), got 'cosine'",
+            r"`ramp` must be one of constant, linear, sigmoid, got 'cosine'",
         ),
         ({"weight": 1.0, "start": -1}, "`start` must be non-negative and finite, got -1"),
         ({"weight": 1.0, "length": -1}, "`length` must be non-negative and finite, got -1"),

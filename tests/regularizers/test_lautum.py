@@ -280,7 +280,7 @@ def test_autocast_does_not_reach_it():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"proxy": "weights"}, "`proxy` must be 'logits' or 'jacobian', got 'weights'"),
+        ({"proxy": "weights"}, "`proxy` must be one of logits, jacobian, got 'weights'"),
         ({"num_outputs": 0}, "`num_outputs` must be at least 1, got 0"),
         ({"components": 7}, "`components` must be between 1 and the number of inputs, 6, got 7"),
         ({"decay": 1.0}, r"`decay` must be in \[0, 1\), got 1\.0"),
