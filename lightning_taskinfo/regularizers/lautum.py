@@ -36,8 +36,7 @@ class Lautum(_base.Regularizer):
     network's output (``proxy="logits"``), or the gradient :math:`\partial (v \cdot \text{logits}) / \partial x` along a
     random direction :math:`v`, drawn anew each epoch (``proxy="jacobian"``; on leading principal directions only).
 
-    :math:`\Sigma_x` is factored once by :meth:`fit_inputs`; a step costs :math:`O(BDK)`, and :math:`O(D^2 K)` beside
-    it with all :math:`r = D` directions. The covariances with :math:`w` are moving averages over batches and ranks. The
+    :math:`\Sigma_x` is factored once by :meth:`fit_inputs`; a step costs :math:`O(BDK + DKr)`. The covariances with :math:`w` are moving averages over batches and ranks. The
     gradient flows through the current batch, as if that were the whole average, so that the weight means the same at
     every ``decay``.
 
@@ -118,8 +117,6 @@ class Lautum(_base.Regularizer):
         self.shrinkage = shrinkage
         self.ridge = ridge
         self.seed = seed
-        # Then covariances are whitened, which is less work than inputs.
-        self.whole = components == D
         K = components if proxy == "jacobian" else num_outputs
         buffers = {
             "mean": torch.zeros(D),
@@ -127,7 +124,7 @@ class Lautum(_base.Regularizer):
             "effective_dim": torch.zeros(()),
             "samples": torch.zeros((), dtype=torch.int64),  # 0: not fitted
             "cov_w": torch.zeros(K, K, dtype=torch.float64),
-            "cov_wx": torch.zeros(K, components, dtype=torch.float64),
+            "cov_wx": torch.zeros(K, D, dtype=torch.float64),
             "steps": torch.zeros((), dtype=torch.int64),
         }
         for name, zeros in buffers.items():
@@ -204,22 +201,16 @@ class Lautum(_base.Regularizer):
         _ranges.check_finite("inputs", inputs)
         with torch.autocast(inputs.device.type, enabled=False):
             x = inputs.detach().flatten(1).float() - self.mean
-            if not self.whole:
-                x = x @ self.whitener.T  # [B, r]
             w = outputs.float()
             if self.proxy == "jacobian":
                 w = self._gradients(inputs, outputs, epoch)
             w = w - w.mean(0)  # [B, K]
             if self.first_look(outputs):
-                some = x[:64]
-                _warn_of_scale(some @ self.whitener.T if self.whole else some, self.effective_dim)
+                _warn_of_scale(x[:64] @ self.whitener.T, self.effective_dim)
             cov_w, cov_wx = self._averages(_covariances(x, w))
             if _finite(cov_w, cov_wx):
-                whitened = cov_wx.float()
-                if self.whole:
-                    whitened = whitened @ self.whitener.T  # [K, r]
                 n = self._effective_samples(len(x) * _base.world_size())
-                value = self._information(cov_w, whitened, n)
+                value = self._information(cov_w, cov_wx, n)
             else:  # the loss shows it, and a gradient scaler skips the step
                 value = torch.nan * w.sum()
         value = value.float()
@@ -275,11 +266,15 @@ class Lautum(_base.Regularizer):
         cov_wx: Tensor,
         n: float,
     ) -> Tensor:
-        """Information from the covariance of ``w``, [K, K], and that with whitened inputs, [K, r]."""
+        """Information from the covariance of ``w``, [K, K], and that with the inputs, [K, D].
+
+        The latter is whitened, which is less work than whitening the inputs.
+        """
         floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
         identity = torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device)
         factor = torch.linalg.cholesky(cov_w + floor * identity)
-        whitened = torch.linalg.solve_triangular(factor, cov_wx.double(), upper=False)
+        half = (cov_wx.float() @ self.whitener.T).double()  # [K, r]
+        whitened = torch.linalg.solve_triangular(factor, half, upper=False)
         fewer = n / (n + float(self.effective_dim))
         squared = torch.linalg.eigvalsh(whitened @ whitened.T) * fewer
         largest = (1 - self.shrinkage) ** 2
@@ -303,7 +298,7 @@ def _warn_of_scale(whitened: Tensor, effective_dim: Tensor) -> None:
 
 
 def _covariances(x: Tensor, w: Tensor) -> Pair:
-    """Covariance of the centred ``w``, [K, K], and of ``w`` with the inputs, [K, r]."""
+    """Covariance of the centred ``w``, [K, K], and of ``w`` with the inputs, [K, D]."""
     n = len(x) - 1
     return (w.T @ w).double() / n, (w.T @ x).double() / n
 
