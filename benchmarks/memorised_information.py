@@ -42,6 +42,7 @@ from pathlib import Path
 
 import torch
 from environment import environment
+from evidence_width import evidence_prior_std
 from torch import Generator, Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 
@@ -54,7 +55,7 @@ from lightning_taskinfo.distributions.post_family import (
     standard_noise,
 )
 from lightning_taskinfo.fisher import fisher_diagonal, fisher_trace
-from lightning_taskinfo.functional.information import added, evidence_prior_std
+from lightning_taskinfo.functional.information import added
 
 SHARES = (0.0, 0.25, 0.5, 1.0)
 LENGTHS = (2000, 4000, 10_000)

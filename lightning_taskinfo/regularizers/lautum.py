@@ -36,9 +36,9 @@ class Lautum(_base.Regularizer):
     network's output (``proxy="logits"``), or the gradient :math:`\partial (v \cdot \text{logits}) / \partial x` along a
     random direction :math:`v`, drawn anew each epoch (``proxy="jacobian"``; on leading principal directions only).
 
-    :math:`\Sigma_x` is factored once by :meth:`fit_inputs`; a step costs :math:`O(BDK + DKr)`. The covariances with :math:`w` are moving averages over batches and ranks. The
-    gradient flows through the current batch, as if that were the whole average, so that the weight means the same at
-    every ``decay``.
+    :math:`\Sigma_x` is factored once by :meth:`fit_inputs`; a step costs :math:`O(BDK + DKr)`. The covariances with
+    :math:`w` are moving averages over batches and ranks. The gradient flows through the current batch, as if that were
+    the whole average, so that the weight means the same at every ``decay``.
 
     **Positive definiteness.** The estimates do not come from the same samples, so an estimated :math:`\rho_j` could
     reach 1. Three steps rule it out: :math:`\Sigma_x` gets a ridge, :math:`\rho_j^2` is multiplied by
