@@ -41,7 +41,6 @@ Pair: TypeAlias = tuple[Any, Tensor | None]
 IGNORED = -100  # labels of this value count for nothing
 FEW = 2  # samples that show how a model is called
 TARGETS = ("targets", "target", "labels", "label", "y")  # names of fields that hold them
-CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 NO_FORWARD = (  # where a `forward` is defined that is none
     "torch.nn.modules.module",
     "lightning.pytorch.core.module",
@@ -625,31 +624,28 @@ def _shifted(labels: Tensor) -> Tensor:
     return pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
-def _predicts_the_next(
+def _loss_shifts(
     model: nn.Module,
     arguments: Mapping[str, Any],
     labels: Tensor,
-) -> bool:
+) -> bool | None:
     """Whether the model's own loss compares the outputs at a token with the label of the next one.
 
     The model itself is asked: its loss on a few samples is compared with the losses of both
-    readings. Where that does not decide (a loss with label smoothing, or none), the name of its
-    class does.
+    readings. ``None`` where that does not decide: a loss with label smoothing, or none.
 
     Args:
         model: A Hugging Face model.
         arguments: What it is called with, by name, without the labels.
         labels: Their labels, ``[N, T]``.
     """
-    base: Any = getattr(model, "get_base_model", lambda: model)()  # of adapters
-    named_so = type(base).__name__.endswith(CAUSAL) and not _is_encoder_decoder(base)
     try:
         with observing(model), torch.no_grad():
             result = model(**arguments, labels=labels)
             loss = float(result.loss)
             logits = result.logits.float()
     except Exception:  # whatever a model does without a loss of its own
-        return named_so
+        return None
     prompt = logits.shape[1] - labels.shape[1]  # learned, before the tokens
     labels = pad(labels, (prompt, 0), value=IGNORED)
     rows = logits.flatten(0, -2)
@@ -659,9 +655,7 @@ def _predicts_the_next(
         return abs(loss - other) <= 1e-3 * abs(loss)
 
     at_the_next = agrees(_shifted(labels))
-    if at_the_next == agrees(labels):
-        return named_so
-    return at_the_next
+    return None if at_the_next == agrees(labels) else at_the_next
 
 
 # The reader of batches
@@ -830,7 +824,11 @@ def _follows(
     inner: nn.Module | None,
     parts: Parts,
 ) -> bool:
-    """Whether the labels ``[N, T]`` of a sequence are predicted by the outputs at the token before."""
+    """Whether the labels ``[N, T]`` of a sequence are predicted by the outputs at the token before.
+
+    The dataset may have shifted them; then the model's own loss is asked, and where that does not
+    decide, labels that are copies of the tokens are those of the next one.
+    """
     labels = parts.targets
     tokens = parts.inputs
     if isinstance(parts.fields, Mapping):
@@ -839,20 +837,20 @@ def _follows(
     for x in tensors(tokens):
         if x.shape == labels.shape and not x.is_floating_point():
             alike.append(x)
-    copied = shifted = False
+    copied = False
     if len(alike) == 1:
         (ids,) = alike
         copied = _agree(labels, ids)
-        shifted = not copied and _agree(labels[:, :-1], ids[:, 1:])
+        if not copied and _agree(labels[:, :-1], ids[:, 1:]):
+            return False
     if inner is None:
         return copied and parts.target is not None
-    if shifted:  # by the dataset
-        return False
     arguments, _ = first_samples(parts.fields, None, FEW)
     if not isinstance(arguments, Mapping):
         arguments = {_positional(inner)[0].name: arguments}
     arguments.pop(parts.target, None)
-    return _predicts_the_next(inner, arguments, labels[:FEW])
+    shifts = _loss_shifts(inner, arguments, labels[:FEW])
+    return copied and not _is_encoder_decoder(inner) if shifts is None else shifts
 
 
 def _agree(labels: Tensor, tokens: Tensor) -> bool:
