@@ -21,22 +21,6 @@ from torch.nn.functional import logsigmoid
 
 from lightning_taskinfo._ranges import check_choice, check_positive
 
-__all__ = [
-    "donsker_varadhan",
-    "ensemble_targets",
-    "gaussian_kernel",
-    "info_nce",
-    "jensen_shannon",
-    "joint_and_product",
-    "log_mean_exp",
-    "median_distance",
-    "mine",
-    "mk_mmd",
-    "nwj",
-    "smile",
-    "update_log_average",
-]
-
 Negatives = Literal["others", "all"]
 
 
@@ -402,15 +386,10 @@ def mk_mmd(
     else:
         check_positive(widths=widths)
     widths = torch.as_tensor(widths, dtype=source.dtype, device=source.device)
-    sources = _mean_off_diagonal(gaussian_kernel(source, source, widths))
-    targets = _mean_off_diagonal(gaussian_kernel(target, target, widths))
-    between = gaussian_kernel(source, target, widths).mean()
-    return sources + targets - 2 * between
-
-
-def _mean_off_diagonal(kernel: Tensor) -> Tensor:
-    N = len(kernel)
-    return (kernel.sum() - kernel.diagonal().sum()) / (N * (N - 1))
+    _, sources = joint_and_product(gaussian_kernel(source, source, widths))  # without i = j
+    _, targets = joint_and_product(gaussian_kernel(target, target, widths))
+    between = gaussian_kernel(source, target, widths)
+    return sources.mean() + targets.mean() - 2 * between.mean()
 
 
 def ensemble_targets(

@@ -114,7 +114,7 @@ def make_critic(
     """Build a critic whose initial weights depend on ``seed`` only; the global generator is left alone.
 
     Raises:
-        ValueError: If ``kind`` is unknown or a width is not positive.
+        ValueError: If ``kind`` is unknown or ``feature_dim`` is not positive.
 
     Example:
         >>> from torch import zeros
@@ -123,7 +123,7 @@ def make_critic(
         torch.Size([3, 3])
     """
     check_choice(get_args(CriticKind), critic=kind)
-    check_counts(feature_dim=feature_dim, hidden=hidden, embedding=embedding)
+    check_counts(feature_dim=feature_dim)
     with own_randomness(seed):
         if kind == "concatenated":
             return ConcatenatedCritic(input_shape, feature_dim, hidden, embedding)
