@@ -72,7 +72,8 @@ def added(parts: Iterable[InformationTerms]) -> InformationTerms:
         tensor(6.)
     """
     *terms, betas = zip(*parts, strict=True)
-    return InformationTerms(*(torch.stack(values).sum() for values in terms), beta=betas[0])
+    displacement, curvature, effective, penalty = (torch.stack(part).sum() for part in terms)
+    return InformationTerms(displacement, curvature, effective, penalty, betas[0])
 
 
 def post_variance(curvature: Tensor, *, prior_std: float, beta: float = 1.0) -> Tensor:
@@ -187,9 +188,11 @@ def terms_by_group(
         determined, logarithms = _sums(curvatures[name], variances / beta)  # [widths]
         displacements = 0.5 * squared_distance / variances
         narrowing = 0.5 * (logarithms - determined).clamp_min(0)
-        columns = (displacements, narrowing, determined, 0.5 * beta * determined)
-        for terms, *row in zip(found, *columns, strict=True):
-            terms[name] = InformationTerms(*row, beta=beta)
+        penalties = 0.5 * beta * determined
+        for width, terms in enumerate(found):
+            terms[name] = InformationTerms(
+                displacements[width], narrowing[width], determined[width], penalties[width], beta
+            )
     return found
 
 
