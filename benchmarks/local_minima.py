@@ -255,7 +255,7 @@ def main() -> None:
     names = ("samples", "target_loss", "max_epochs", "augmented_epochs", "epochs", "learning_rate")
     settings = {key: getattr(args, key) for key in names} | {"base": BASE}
     folder = args.folder or Path(tempfile.mkdtemp())
-    claim_folder(folder, {"data": name, **settings}, argument="--folder")
+    claim_folder(folder, {"data": name, **settings})
     done = run_jobs(cell, plan(args), folder=folder, workers=args.workers, on_done=lambda n, r: print(
         n, f"loss {r['train_loss']:.3f} error {r['test_error']:.4f} {r['cpu_seconds']:.0f} s", flush=True))  # fmt: skip
     runs = list(done.values())

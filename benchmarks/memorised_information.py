@@ -42,6 +42,7 @@ from pathlib import Path
 
 import torch
 from environment import environment
+from evidence_width import evidence_prior_std
 from torch import Generator, Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 
@@ -54,7 +55,7 @@ from lightning_taskinfo.distributions.post_family import (
     standard_noise,
 )
 from lightning_taskinfo.fisher import fisher_diagonal, fisher_trace
-from lightning_taskinfo.functional.information import added, evidence_prior_std
+from lightning_taskinfo.functional.information import added
 
 SHARES = (0.0, 0.25, 0.5, 1.0)
 LENGTHS = (2000, 4000, 10_000)
@@ -406,7 +407,7 @@ def main() -> None:
     args = parser.parse_args()
     lengths = (20, 40, 100) if args.quick else LENGTHS
     seeds = 1 if args.quick else args.seeds
-    claim_folder(args.folder, {"lengths": list(lengths), "samples": SAMPLES}, argument="--folder")
+    claim_folder(args.folder, {"lengths": list(lengths), "samples": SAMPLES})
     done, rows, seconds = 0, [], 0.0
     for seed, network, share in itertools.product(range(seeds), NETWORKS, SHARES):
         path = args.folder / f"{network}_seed_{seed}_share_{share:g}.pt"

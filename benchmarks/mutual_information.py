@@ -258,7 +258,6 @@ def main() -> None:
     claim_folder(
         folder,
         {"steps": args.steps, "reads": READS, "clip": CLIP, "dimensions": D},
-        argument="--folder",
     )
     cells = {
         f"batch_{B}_nats_{nats:g}_seed_{seed}": {

@@ -22,7 +22,7 @@ transformers and peft is here as well; neither is imported.
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -41,7 +41,6 @@ Pair: TypeAlias = tuple[Any, Tensor | None]
 IGNORED = -100  # labels of this value count for nothing
 FEW = 2  # samples that show how a model is called
 TARGETS = ("targets", "target", "labels", "label", "y")  # names of fields that hold them
-CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 NO_FORWARD = (  # where a `forward` is defined that is none
     "torch.nn.modules.module",
     "lightning.pytorch.core.module",
@@ -54,7 +53,7 @@ NO_FORWARD = (  # where a `forward` is defined that is none
 
 def take(
     inputs: Any,
-    pick: Callable[[Tensor], Tensor],
+    pick: Callable[[Tensor], Any],
 ) -> Any:
     """Apply ``pick`` to every tensor of ``inputs`` and keep the structure.
 
@@ -77,20 +76,14 @@ def _of_kind(
     values: list[Any],
 ) -> Any:
     """Return a list, tuple or named tuple of some values."""
-    if hasattr(kind, "_fields"):
-        return kind(*values)
-    return kind(values)
+    return kind(*values) if hasattr(kind, "_fields") else kind(values)
 
 
 def tensors(inputs: Any) -> Iterator[Tensor]:
-    """Yield every tensor of ``inputs``."""
-    if isinstance(inputs, Tensor):
-        yield inputs
-    if isinstance(inputs, Mapping):
-        inputs = [*inputs.values()]
-    if isinstance(inputs, list | tuple):
-        for value in inputs:
-            yield from tensors(value)
+    """Return every tensor of ``inputs``."""
+    found: list[Tensor] = []
+    take(inputs, found.append)
+    return iter(found)
 
 
 def moved(inputs: Any, device: torch.device) -> Any:
@@ -253,13 +246,8 @@ class Parts(NamedTuple):
     target: str | None = None
 
 
-def _parted(batch: Any) -> Parts:
-    """Tell the targets of a batch from its inputs, by their place or name.
-
-    Raises:
-        ValueError: If neither says it.
-    """
-    batch = labeled_part(batch)
+def _parted(batch: Any) -> Parts | None:
+    """Tell the targets of a batch from its inputs, by their place or name; ``None`` if neither says it."""
     named = _fields_of(batch)
     target = _target_of(named)
     if target is not None:
@@ -270,10 +258,7 @@ def _parted(batch: Any) -> Parts:
         return Parts(inputs, named[target], named, target)
     if _is_pair(batch):
         return Parts(batch[0], batch[1], batch[0])
-    raise ValueError(
-        f"A batch must be a pair (inputs, targets), or have one field of {', '.join(TARGETS)} and others, got "
-        f"{described(batch)}; set `batch_fn` to a function of the batch that returns (inputs, targets)."
-    )
+    return None
 
 
 def _by_name(batch: Any) -> Any:
@@ -331,7 +316,7 @@ def labeled_part(batch: Any) -> Any:
 
 def is_labeled(batch: Any) -> bool:
     """Whether a batch has targets that are told from its inputs."""
-    return _is_pair(batch) or _target_of(_fields_of(batch)) is not None
+    return _parted(batch) is not None
 
 
 def labeled_key(
@@ -354,7 +339,7 @@ class NoLogitsError(ValueError):
 
 @dataclass(frozen=True)
 class Call:
-    """One way to call a model on a batch's inputs.
+    """How a model is called on the inputs of a batch, and where it predicts the targets.
 
     Attributes:
         place: Name of the submodule that is called; nothing for the model itself.
@@ -362,25 +347,41 @@ class Call:
             one for each by its name (``"named"``).
         names: Which of the fields of a batch are handed over, or the one that is by itself;
             ``None`` where inputs have no names.
+        takes_targets: Whether the inputs of a pair are handed over together with the targets.
+        follows: Whether a label belongs to the outputs at the token before it.
+        prompt: Number of tokens that a learned prompt adds in front of a sequence.
     """
 
     place: str = ""
     how: Literal["whole", "spread", "named"] = "whole"
     names: tuple[str, ...] | str | None = None
+    takes_targets: bool = False
+    follows: bool = False
+    prompt: int = 0
 
-    def inputs_of(self, fields: Any) -> Any:
-        """Return the inputs among the fields of a batch: one by itself, several by name, or all without names."""
-        if self.names is None:
-            return fields
-        if isinstance(self.names, str):
-            return fields[self.names]
-        return {name: fields[name] for name in self.names}
+    def read(self, parts: Parts) -> Pair:
+        """Return what the model is called with, and the targets where the outputs predict them."""
+        targets = parts.targets
+        if self.prompt:
+            targets = pad(targets, (self.prompt, 0), value=IGNORED)
+        return self.inputs_of(parts), _shifted(targets) if self.follows else targets
+
+    def inputs_of(self, parts: Parts) -> Any:
+        """Return what the model is called with."""
+        if self.takes_targets:
+            return parts.inputs, parts.targets
+        return parts.inputs if self.names is None else self._picked(parts.fields)
+
+    def _picked(self, fields: Mapping[str, Any]) -> Any:
+        if isinstance(self.names, tuple):
+            return {name: fields[name] for name in self.names}
+        return fields if self.names is None else fields[self.names]
 
     def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
         """Run the model and return its logits."""
         module = model.get_submodule(self.place)
         if isinstance(inputs, Mapping):
-            inputs = self.inputs_of(inputs)
+            inputs = self._picked(inputs)
         if self.how == "named":
             return logits_of(module(**inputs))
         if self.how == "spread":
@@ -398,9 +399,9 @@ class Fields(dict[str, Any]):
             raise AttributeError(name) from None
 
 
-# How a model is called (`Call`) and its batches are read (`Reading`), by their kind: found once, by
-# trying, and remembered as long as the model lives.
-_found: WeakKeyDictionary[nn.Module, dict[Any, Any]] = WeakKeyDictionary()
+# How a model is called, by the kind of its inputs or batches: found once, by trying, and remembered
+# as long as the model lives.
+_found: WeakKeyDictionary[nn.Module, dict[Any, Call]] = WeakKeyDictionary()
 
 
 def _kind(inputs: Any) -> Any:
@@ -410,8 +411,8 @@ def _kind(inputs: Any) -> Any:
 def logits_of(result: Any) -> Tensor:
     """Return the logits among a model's outputs.
 
-    They are a tensor, a field or attribute ``logits``, or the one tensor of a tuple that is no
-    single number, as in ``(loss, logits)``.
+    They are a tensor, a field or attribute ``logits``, or the only one of these in a tuple, as in
+    ``(loss, logits)``. A tensor is one of real numbers with an axis of samples.
 
     Raises:
         NoLogitsError: If there is no such thing.
@@ -420,19 +421,16 @@ def logits_of(result: Any) -> Tensor:
         >>> logits_of((torch.tensor(0.7), torch.zeros(2, 3))).shape
         torch.Size([2, 3])
     """
-    found = result
-    if isinstance(result, list | tuple) and not hasattr(result, "logits"):
-        named = [part for part in result if isinstance(part, Mapping) or hasattr(part, "logits")]
-        rows = [part for part in result if isinstance(part, Tensor) and part.ndim]
-        for parts in (named, rows):
-            if len(parts) == 1:
-                found = parts[0]
-                break
-    if isinstance(found, Mapping):
-        found = found.get("logits")
-    found = getattr(found, "logits", found)
-    if isinstance(found, Tensor) and found.ndim and found.is_floating_point():
-        return found
+    several = isinstance(result, list | tuple) and not hasattr(result, "logits")
+    found = []
+    for part in result if several else [result]:
+        if isinstance(part, Mapping):
+            part = part.get("logits")
+        part = getattr(part, "logits", part)
+        if isinstance(part, Tensor) and part.ndim and part.is_floating_point():
+            found.append(part)
+    if len(found) == 1:
+        return found[0]
     raise NoLogitsError(
         f"the model must return a tensor of outputs, or something with `logits`, got {described(result)}; set "
         "`forward_fn` to a function of (model, inputs) that picks the outputs."
@@ -473,27 +471,26 @@ def call_on(model: nn.Module, inputs: Any) -> Call:
     Raises:
         Exception: What the first and most natural way to call it raised, where none works.
     """
-    known = _found.get(model, {}).get(_kind(inputs))
-    if known is not None:
-        return known
-    if isinstance(inputs, Tensor) and has_forward(model):
-        return Call()
-    few, _ = first_samples(inputs, None, FEW)
-    return _settle_call(model, few)[0]
+    known = _found.setdefault(model, {})
+    kind = _kind(inputs)
+    if kind not in known:
+        if isinstance(inputs, Tensor) and has_forward(model):
+            return Call()
+        few, _ = first_samples(inputs, None, FEW)
+        known[kind], _ = _settle_call(model, Parts(few, None, few))
+    return known[kind]
 
 
 def _settle_call(
     model: nn.Module,
-    fields: Any,
-    target: str | None = None,
+    few: Parts,
 ) -> tuple[Call, Tensor]:
     """Find out how a model is called, by calling it on a few samples and leaving no trace.
 
     Args:
         model: The model.
-        fields: A few samples: the fields of a batch by name, or inputs without names.
-        target: Which of the fields are the labels; they are handed over only if the model does not
-            run without.
+        few: The parts of a batch of a few samples. Targets are handed over only if the model does
+            not run without.
 
     Returns:
         The call, which is remembered, and its outputs.
@@ -503,8 +500,8 @@ def _settle_call(
         Exception: What the first and most natural way to call it raised, where none works.
     """
     first_error: Exception | None = None
-    for call in _candidates(model, fields, target):
-        inputs = call.inputs_of(fields)
+    for call in _candidates(model, few):
+        inputs = call.inputs_of(few)
         try:
             with observing(model), torch.no_grad():
                 outputs = call(model, inputs)
@@ -516,46 +513,42 @@ def _settle_call(
             if first_error is None or isinstance(error, NoLogitsError):  # which ran to the end
                 first_error = error
         else:
-            known = _found.setdefault(model, {})
-            known[_kind(fields)] = known[_kind(inputs)] = call
+            _found.setdefault(model, {})[_kind(inputs)] = call
             return call, outputs
     raise first_error or TypeError(f"{type(model).__name__} has no `forward`")
 
 
 def _candidates(
     model: nn.Module,
-    fields: Any,
-    target: str | None,
+    few: Parts,
 ) -> Iterator[Call]:
     """Yield the ways to call a model, the most natural one first."""
     inner = inner_model(model)
     places = [""] if has_forward(model) else []
-    for name, module in model.named_modules():
-        if name and module is inner:
-            places.append(name)
+    places += [name for name, module in model.named_modules() if name and module is inner]
     for place in places:
-        module = model.get_submodule(place)
-        required = [p.name for p in _positional(module) if p.default is p.empty]
-        if isinstance(fields, Mapping):
-            choices = [[name for name in fields if name != target], [*fields]]
+        positional = _positional(model.get_submodule(place))
+        if isinstance(few.fields, Mapping):
+            choices = [[*few.fields]]
             decoder = {"decoder_input_ids", "decoder_inputs_embeds"}
-            decodes_labels = _is_encoder_decoder(inner) and not decoder & fields.keys()
-            if target in required or decodes_labels:
-                choices = choices[1:]
+            if not _is_encoder_decoder(inner) or decoder & few.fields.keys():
+                choices.insert(0, [name for name in few.fields if name != few.target])
             for names in choices:
-                yield from _named_calls(place, module, names, inner)
+                yield from _named_calls(model.get_submodule(place), place, names, inner)
             continue
-        several = isinstance(fields, list | tuple)
-        if several and len(required) == len(fields) > 1:
-            yield Call(place, "spread")
-        yield Call(place)
-        if several:
-            yield Call(place, "spread")
+        calls = [Call(place)]
+        if isinstance(few.inputs, list | tuple):
+            required = [p for p in positional if p.default is p.empty]
+            first = len(required) == len(few.inputs)
+            calls.insert(0 if first else 1, Call(place, "spread"))
+        yield from calls
+        if not place and few.targets is not None and len(positional) > 1:
+            yield Call(how="spread", takes_targets=True)  # a model that returns its loss as well
 
 
 def _named_calls(
-    place: str,
     module: nn.Module,
+    place: str,
     names: list[str],
     inner: nn.Module | None,
 ) -> Iterator[Call]:
@@ -579,9 +572,7 @@ def has_forward(model: nn.Module) -> bool:
 
 
 def _positional(model: nn.Module) -> list[inspect.Parameter]:
-    """Return what a module's ``forward`` takes by position; nothing where it has no ``forward``."""
-    if not has_forward(model):
-        return []
+    """Return what a module's ``forward`` takes by position."""
     takes = inspect.signature(model.forward).parameters
     return [p for p in takes.values() if p.kind <= p.POSITIONAL_OR_KEYWORD]
 
@@ -599,15 +590,10 @@ def inner_model(model: nn.Module) -> nn.Module | None:
     for package, name in (("transformers", "PreTrainedModel"), ("peft", "PeftModel")):
         if package in sys.modules:  # otherwise nothing can be one
             kinds.append(getattr(sys.modules[package], name))
-    found = _outermost(model, tuple(kinds))
-    models = [*dict.fromkeys(found)]
+    models = [*dict.fromkeys(_outermost(model, tuple(kinds)))]
     if len(models) > 1:  # beside a teacher, say
-        models = [each for each in models if _is_trained(each)]
+        models = [each for each in models if any(p.requires_grad for p in each.parameters())]
     return models[0] if len(models) == 1 else None
-
-
-def _is_trained(model: nn.Module) -> bool:
-    return any(p.requires_grad for p in model.parameters())
 
 
 def _outermost(
@@ -638,31 +624,28 @@ def _shifted(labels: Tensor) -> Tensor:
     return pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
-def _predicts_the_next(
+def _loss_shifts(
     model: nn.Module,
     arguments: Mapping[str, Any],
     labels: Tensor,
-) -> bool:
+) -> bool | None:
     """Whether the model's own loss compares the outputs at a token with the label of the next one.
 
     The model itself is asked: its loss on a few samples is compared with the losses of both
-    readings. Where that does not decide (a loss with label smoothing, or none), the name of its
-    class does.
+    readings. ``None`` where that does not decide: a loss with label smoothing, or none.
 
     Args:
         model: A Hugging Face model.
         arguments: What it is called with, by name, without the labels.
         labels: Their labels, ``[N, T]``.
     """
-    base: Any = getattr(model, "get_base_model", lambda: model)()  # of adapters
-    named_so = type(base).__name__.endswith(CAUSAL) and not _is_encoder_decoder(base)
     try:
         with observing(model), torch.no_grad():
             result = model(**arguments, labels=labels)
             loss = float(result.loss)
             logits = result.logits.float()
     except Exception:  # whatever a model does without a loss of its own
-        return named_so
+        return None
     prompt = logits.shape[1] - labels.shape[1]  # learned, before the tokens
     labels = pad(labels, (prompt, 0), value=IGNORED)
     rows = logits.flatten(0, -2)
@@ -672,9 +655,7 @@ def _predicts_the_next(
         return abs(loss - other) <= 1e-3 * abs(loss)
 
     at_the_next = agrees(_shifted(labels))
-    if at_the_next == agrees(labels):
-        return named_so
-    return at_the_next
+    return None if at_the_next == agrees(labels) else at_the_next
 
 
 # The reader of batches
@@ -706,20 +687,6 @@ class Reader:
         if self.batch_fn is not None:
             return read_by(self.batch_fn, batch)
         return read_batch(batch, model, self.forward_fn)
-
-    def count(self, model: nn.Module, batch: Any) -> int:
-        """Return the number of samples of a batch, without calling the model.
-
-        Args:
-            model: The model that is trained on it.
-            batch: The batch.
-
-        Raises:
-            ValueError: If it cannot be read.
-        """
-        if self.batch_fn is not None:
-            return sample_count(read_by(self.batch_fn, batch)[0])
-        return sample_count(_parted(batch).inputs)
 
     def outputs(self, model: nn.Module, inputs: Any) -> Tensor:
         """Return the model's outputs, one row for each sample.
@@ -777,11 +744,17 @@ def read_batch(
         >>> read_batch({"image": torch.ones(1, 2), "label": torch.tensor([3])})
         (tensor([[1., 1.]]), tensor([3]))
     """
+    batch = labeled_part(batch)
     parts = _parted(batch)
+    if parts is None:
+        raise ValueError(
+            f"A batch must be a pair (inputs, targets), or have one field of {', '.join(TARGETS)} and others, got "
+            f"{described(batch)}; set `batch_fn` to a function of the batch that returns (inputs, targets)."
+        )
     if model is None:
         return parts.inputs, parts.targets
     known = _found.setdefault(model, {})
-    kind = (Reading, _kind(parts.fields), parts.target, forward_fn)
+    kind = ("batch", _kind(parts.fields), parts.target, forward_fn)
     if kind not in known:
         if not _has_tensors(parts.inputs):
             raise ValueError(
@@ -814,56 +787,20 @@ def with_targets(
     return inputs, targets
 
 
-class Reading(NamedTuple):
-    """What was found out about a model and the batches it is trained on.
-
-    Attributes:
-        call: How the model is called; ``None`` where its user says so by a function.
-        takes_targets: Whether the inputs of a pair are handed over together with the targets.
-        follows: Whether a label belongs to the outputs at the token before it.
-        prompt: Number of tokens that a learned prompt adds in front of a sequence.
-    """
-
-    call: Call | None = None
-    takes_targets: bool = False
-    follows: bool = False
-    prompt: int = 0
-
-    def read(self, parts: Parts) -> Pair:
-        """Return what the model is called with, and the targets where the outputs predict them."""
-        inputs, targets = parts.inputs, parts.targets
-        if self.takes_targets:
-            inputs = (inputs, targets)
-        elif self.call is not None:
-            inputs = self.call.inputs_of(parts.fields)
-        if self.prompt:
-            targets = pad(targets, (self.prompt, 0), value=IGNORED)
-        return inputs, _shifted(targets) if self.follows else targets
-
-
 def _found_out(
     model: nn.Module,
     parts: Parts,
     forward_fn: Forward | None,
-) -> Reading:
+) -> Call:
     """Call the model in every way that it may be meant; the first that works says how batches are read."""
-    some = parts.fields if forward_fn is None else parts.inputs
-    few, few_targets = first_samples(some, parts.targets, FEW)
-    reading = Reading()
+    few: Parts = take(parts, itemgetter(slice(FEW)))
     try:
-        if forward_fn is not None:
-            with observing(model), torch.no_grad():
-                outputs = logits_of(forward_fn(model, few))
+        if forward_fn is None:
+            call, outputs = _settle_call(model, few)
         else:
-            try:
-                call, outputs = _settle_call(model, few, parts.target)
-                reading = Reading(call)
-            except TypeError:
-                if isinstance(few, Mapping) or len(_positional(model)) < 2:
-                    raise
-                # A model that returns its loss as well.
-                call, outputs = _settle_call(model, (few, few_targets))
-                reading = Reading(call, takes_targets=True)
+            call = Call()
+            with observing(model), torch.no_grad():
+                outputs = logits_of(forward_fn(model, few.inputs))
     except NoLogitsError:
         raise
     except Exception as error:
@@ -872,41 +809,47 @@ def _found_out(
             "to a function of (module, inputs) that returns the outputs, or `batch_fn` to one of the batch that "
             "returns (inputs, targets)."
         ) from error
-    targets = parts.targets
-    if not isinstance(targets, Tensor) or targets.is_floating_point():
-        return reading
-    if targets.ndim != 2 or outputs.ndim != 3:
-        return reading
+    labels = parts.targets
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return call
+    if labels.ndim != 2 or outputs.ndim != 3:
+        return call
     inner = inner_model(model)
-    prompt = 0 if inner is None else max(0, outputs.shape[1] - targets.shape[1])
-    return reading._replace(follows=_follows(inner, parts), prompt=prompt)
+    prompt = 0 if inner is None else max(0, outputs.shape[1] - labels.shape[1])
+    return replace(call, follows=_follows(inner, parts), prompt=prompt)
 
 
 def _follows(
     inner: nn.Module | None,
     parts: Parts,
 ) -> bool:
-    """Whether the labels ``[N, T]`` of a sequence are predicted by the outputs at the token before."""
+    """Whether the labels ``[N, T]`` of a sequence are predicted by the outputs at the token before.
+
+    The dataset may have shifted them; then the model's own loss is asked, and where that does not
+    decide, labels that are copies of the tokens are those of the next one.
+    """
     labels = parts.targets
     tokens = parts.inputs
     if isinstance(parts.fields, Mapping):
         tokens = parts.fields.get("input_ids", tokens)
-    whole = [x for x in tensors(tokens) if not x.is_floating_point()]
-    alike = [x for x in whole if x.shape == labels.shape]
-    copied = shifted = False
+    alike = []
+    for x in tensors(tokens):
+        if x.shape == labels.shape and not x.is_floating_point():
+            alike.append(x)
+    copied = False
     if len(alike) == 1:
         (ids,) = alike
         copied = _agree(labels, ids)
-        shifted = not copied and _agree(labels[:, :-1], ids[:, 1:])
+        if not copied and _agree(labels[:, :-1], ids[:, 1:]):
+            return False
     if inner is None:
         return copied and parts.target is not None
-    if shifted:  # by the dataset
-        return False
     arguments, _ = first_samples(parts.fields, None, FEW)
     if not isinstance(arguments, Mapping):
         arguments = {_positional(inner)[0].name: arguments}
     arguments.pop(parts.target, None)
-    return _predicts_the_next(inner, arguments, labels[:FEW])
+    shifts = _loss_shifts(inner, arguments, labels[:FEW])
+    return copied and not _is_encoder_decoder(inner) if shifts is None else shifts
 
 
 def _agree(labels: Tensor, tokens: Tensor) -> bool:

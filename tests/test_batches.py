@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import wraps
 from operator import itemgetter
 from types import SimpleNamespace
 
@@ -206,6 +207,24 @@ def test_labels_that_are_shifted_already_stay(named):
     x, y = tokens[:, :-1], tokens[:, 1:]
     batch = {"input_ids": x, "labels": y} if named else (x, y)
     assert torch.equal(Reader().read(model, batch)[1], y)
+
+
+@pytest.mark.parametrize(("kind", "shifted"), [("GPT-2", True), ("T5", False)])
+def test_of_a_model_without_a_loss_copies_of_the_tokens_are_shifted(kind, shifted):
+    model, batch = MODELS[kind]().eval(), default_collate([*Sentences(kind, 5)])
+    batch["labels"] = batch["input_ids"]
+    forward = model.forward
+
+    @wraps(forward)
+    def without_loss(**arguments):
+        return SimpleNamespace(logits=forward(**arguments).logits, loss=None)
+
+    model.forward = without_loss
+    _, targets = Reader().read(model, batch)
+    expected = batch["labels"]
+    if shifted:
+        expected = nn.functional.pad(expected, (0, 1), value=-100)[:, 1:]
+    assert torch.equal(targets, expected)
 
 
 def test_a_causal_model_of_ones_own_has_labels_of_the_next_token():

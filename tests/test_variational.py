@@ -399,7 +399,7 @@ def test_refuses_models(make, match):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"std": -0.1}, r"`std` must not be negative, got -0\.1\."),
+        ({"std": -0.1}, r"`std` must be non-negative and finite, got -0\.1\."),
         ({"prior_std": 0.0}, r"`prior_std` must be positive, got 0\.0\."),
         (
             {"prior_center": "one"},

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_taskinfo._batches import sample_count
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo.callbacks.probe import Probe
 from lightning_taskinfo.callbacks.source import Samples
@@ -74,9 +75,9 @@ class FisherTrace(Probe):
         with suppress(Exception):  # a batch that cannot be read is reported where it is measured
             if trainer.global_step == 0:  # no step was made
                 self._rate = trainer.optimizers[0].param_groups[0]["lr"]
-            n = self.reader.count(trainer.lightning_module, self._batch)
+            inputs, _ = self.reader.read(None, self._batch)  # without a call of the model
             batches = trainer.world_size * trainer.accumulate_grad_batches
-            return float(self._rate) / (n * batches)
+            return float(self._rate) / (sample_count(inputs) * batches)
         return math.nan
 
 

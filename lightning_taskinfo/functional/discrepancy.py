@@ -19,23 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lightning_taskinfo._ranges import check_positive
-
-__all__ = [
-    "donsker_varadhan",
-    "ensemble_targets",
-    "gaussian_kernel",
-    "info_nce",
-    "jensen_shannon",
-    "joint_and_product",
-    "log_mean_exp",
-    "median_distance",
-    "mine",
-    "mk_mmd",
-    "nwj",
-    "smile",
-    "update_log_average",
-]
+from lightning_taskinfo._ranges import check_choice, check_positive
 
 Negatives = Literal["others", "all"]
 
@@ -170,7 +154,7 @@ def smile(
         Song, Ermon, *Understanding the Limitations of Variational Mutual Information Estimators*,
         ICLR 2020.
     """
-    check_choices(negatives, clip)
+    check_positive(clip=clip)
     joint, product = joint_and_product(scores, negatives)
     return joint.mean() - log_mean_exp(product.clamp(-clip, clip))
 
@@ -270,7 +254,7 @@ def joint_and_product(
         >>> joint_and_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         (tensor([1., 4.]), tensor([2., 3.]))
     """
-    check_choices(negatives)
+    check_choice(get_args(Negatives), negatives=negatives)
     B = len(scores)
     if B < 2 or scores.shape != (B, B):
         raise ValueError(
@@ -281,17 +265,6 @@ def joint_and_product(
     # Without its first entry, the matrix read in rows of B + 1 has the diagonal as its last column.
     product = scores.flatten()[1:].view(B - 1, B + 1)[:, :-1]
     return scores.diagonal(), product.flatten()
-
-
-def check_choices(
-    negatives: str,
-    clip: float = math.inf,
-) -> None:
-    """Raise ``ValueError`` unless ``negatives`` is a kind that is known, and ``clip`` positive."""
-    if negatives not in get_args(Negatives):
-        raise ValueError(f"`negatives` must be 'others' or 'all', got {negatives!r}.")
-    if not clip > 0:
-        raise ValueError(f"`clip` must be positive, got {clip}.")
 
 
 def log_mean_exp(values: Tensor) -> Tensor:
@@ -413,15 +386,10 @@ def mk_mmd(
     else:
         check_positive(widths=widths)
     widths = torch.as_tensor(widths, dtype=source.dtype, device=source.device)
-    sources = _mean_off_diagonal(gaussian_kernel(source, source, widths))
-    targets = _mean_off_diagonal(gaussian_kernel(target, target, widths))
-    between = gaussian_kernel(source, target, widths).mean()
-    return sources + targets - 2 * between
-
-
-def _mean_off_diagonal(kernel: Tensor) -> Tensor:
-    N = len(kernel)
-    return (kernel.sum() - kernel.diagonal().sum()) / (N * (N - 1))
+    _, sources = joint_and_product(gaussian_kernel(source, source, widths))  # without i = j
+    _, targets = joint_and_product(gaussian_kernel(target, target, widths))
+    between = gaussian_kernel(source, target, widths)
+    return sources.mean() + targets.mean() - 2 * between.mean()
 
 
 def ensemble_targets(

@@ -6,13 +6,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lightning_taskinfo._ranges import check_positive
 
-# Gains in float64 at once: intermediates stay in the cache, and their memory is used again.
-BLOCK = 1 << 16
-LARGE = 1e19  # gains up to which the product of sixteen is finite
+BLOCK = 1 << 16  # gains in float64 at once: intermediates stay in the cache
 
 
 class InformationTerms(NamedTuple):
@@ -74,19 +71,9 @@ def added(parts: Iterable[InformationTerms]) -> InformationTerms:
         >>> added([part, part]).kl
         tensor(6.)
     """
-    parts = list(parts)
-
-    def total(term: str) -> Tensor:
-        values = [getattr(part, term) for part in parts]
-        return torch.stack(values).sum()
-
-    return InformationTerms(
-        displacement=total("displacement"),
-        curvature=total("curvature"),
-        effective_parameters=total("effective_parameters"),
-        curvature_penalty=total("curvature_penalty"),
-        beta=parts[0].beta,
-    )
+    *terms, betas = zip(*parts, strict=True)
+    displacement, curvature, effective, penalty = (torch.stack(part).sum() for part in terms)
+    return InformationTerms(displacement, curvature, effective, penalty, betas[0])
 
 
 def post_variance(curvature: Tensor, *, prior_std: float, beta: float = 1.0) -> Tensor:
@@ -110,8 +97,9 @@ def post_variance(curvature: Tensor, *, prior_std: float, beta: float = 1.0) -> 
         tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
     check_positive(prior_std=prior_std, beta=beta)
+    _check_not_negative(curvature)
     gain = prior_std**2 / beta
-    return prior_std**2 / (1 + _non_negative(curvature) * gain)
+    return prior_std**2 / (1 + curvature.double() * gain)
 
 
 def information_in_weights(
@@ -157,44 +145,13 @@ def information_in_weights(
         Achille, Paolini, Mbeng, Soatto, *The information complexity of learning tasks, their structure and their
         distance*, Theorem 5.4.
     """
-    (terms,) = information_sweep(curvature, displacement, prior_stds=[prior_std], beta=beta)
-    return terms
-
-
-def information_sweep(
-    curvature: Tensor,
-    displacement: Tensor,
-    *,
-    prior_stds: Sequence[float],
-    beta: float = 1.0,
-) -> list[InformationTerms]:
-    r"""Information in the weights for several widths of the pre-distribution, from one pass over the weights.
-
-    The curvature may be the eigenvalues of a matrix, the displacement then being in its basis, or in any other of the
-    same group of weights: the pre-distribution is isotropic, so that only the length of the displacement counts.
-
-    Args:
-        curvature: As for :func:`information_in_weights`.
-        displacement: As for :func:`information_in_weights`.
-        prior_stds: Values of :math:`\lambda`.
-        beta: Weight of the KL beside the sum of the loss.
-
-    Returns:
-        What :func:`information_in_weights` returns, for each of ``prior_stds``.
-
-    Example:
-        >>> from torch import tensor
-        >>> [r.kl for r in information_sweep(tensor([1.0]), tensor([0.0]), prior_stds=[1.0, 2.0])]
-        [tensor(0.0966, dtype=torch.float64), tensor(0.4047, dtype=torch.float64)]
-    """
     if curvature.shape != displacement.shape:
         shapes = f"{list(displacement.shape)} for {list(curvature.shape)}"
         raise ValueError(f"`displacement` must have the shape of `curvature`, got {shapes}.")
     moved = displacement.double().flatten()
-    by_group = terms_by_group(
-        {"": curvature}, {"": moved.dot(moved).item()}, prior_stds=prior_stds, beta=beta
-    )
-    return [terms[""] for terms in by_group]
+    distances = {"": moved.dot(moved).item()}
+    (terms,) = terms_by_group({"": curvature}, distances, prior_stds=[prior_std], beta=beta)
+    return terms[""]
 
 
 def terms_by_group(
@@ -204,7 +161,10 @@ def terms_by_group(
     prior_stds: Sequence[float],
     beta: float,
 ) -> list[dict[str, InformationTerms]]:
-    r"""As :func:`information_sweep`, of several groups of weights, from the lengths of their displacements alone.
+    r"""As :func:`information_in_weights`, of several groups of weights, for several widths of the pre-distribution.
+
+    The curvature may be the eigenvalues of a matrix: the pre-distribution is isotropic, so that only the length of the
+    displacement counts, in whatever basis.
 
     Args:
         curvatures: That of each group, as for :func:`information_in_weights`.
@@ -221,85 +181,19 @@ def terms_by_group(
         >>> terms["w"].kl
         tensor(0.5966, dtype=torch.float64)
     """
-    check_positive(beta=beta)
-    for std in prior_stds:
-        check_positive(prior_std=std)
-    variances = torch.tensor(
-        [std**2 for std in prior_stds], dtype=torch.float64, device="cpu"
-    )  # [widths]
-    scales = variances / beta
-    largest = scales.max().item()
-    rows = [_sums_of(curvatures[name], scales, largest) for name in squared_distances]
-    sums = torch.stack(rows) if rows else variances.new_zeros(0, 2, len(variances))
-    determined, logarithms = sums.unbind(1)  # [groups, widths]
-    distances = variances.new_tensor([*squared_distances.values()]).unsqueeze(1)
-    displacements = 0.5 * distances / variances
-    narrowing = 0.5 * (logarithms - determined).clamp_min(0)
-    penalties = 0.5 * beta * determined
-    columns = torch.stack((displacements, narrowing, determined, penalties))  # [4, groups, widths]
+    check_positive(beta=beta, prior_std=prior_stds)
+    variances = torch.tensor(prior_stds, dtype=torch.float64, device="cpu").square()  # [widths]
     found: list[dict[str, InformationTerms]] = [{} for _ in prior_stds]
-    for group, name in enumerate(squared_distances):
+    for name, squared_distance in squared_distances.items():
+        determined, logarithms = _sums(curvatures[name], variances / beta)  # [widths]
+        displacements = 0.5 * squared_distance / variances
+        narrowing = 0.5 * (logarithms - determined).clamp_min(0)
+        penalties = 0.5 * beta * determined
         for width, terms in enumerate(found):
-            displacement, curvature, effective, penalty = columns[:, group, width].unbind()
-            terms[name] = InformationTerms(displacement, curvature, effective, penalty, beta)
+            terms[name] = InformationTerms(
+                displacements[width], narrowing[width], determined[width], penalties[width], beta
+            )
     return found
-
-
-def evidence_prior_std(curvature: Tensor, displacement: Tensor, *, beta: float = 1.0) -> float:
-    r"""Width of the pre-distribution with the smallest quadratic :math:`C_\beta`.
-
-    .. math:: \lambda^2\,k_{eff}(\lambda) = \|\Delta\|^2,
-        \qquad k_{eff}(\lambda) = \sum_i \frac{\lambda^2 h_i}{\lambda^2 h_i + \beta}
-
-    The left side grows with :math:`\lambda`, so that there is one root; it is found by bisection in
-    :math:`\log\lambda`. **A diagnostic**: the Gaussian that belongs to it may destroy the network that it stands for,
-    see :meth:`InformationTerms.code_length`.
-
-    Args:
-        curvature: Diagonal :math:`h_i` of the curvature of the **sum** of the loss, non-negative.
-        displacement: :math:`\Delta = w^* - w_0`, the same shape.
-        beta: Weight of the KL beside the sum of the loss.
-
-    Returns:
-        :math:`\lambda`; 0 where nothing has moved, and NaN (not estimable) where there is no curvature.
-
-    Example:
-        >>> from torch import tensor
-        >>> round(evidence_prior_std(tensor([2.0]), tensor([1.0])), 4)  # λ⁴h = (λ²h + 1)Δ²
-        1.1688
-    """
-    check_positive(beta=beta)
-    h = _non_negative(curvature).flatten()
-    h = h[h > 0]
-    distance = displacement.double().square().sum().item()
-    if not distance:
-        return 0.0
-    if not len(h):
-        return math.nan
-
-    def excess(log_std: float) -> float:
-        """Logarithm of the left side over the right."""
-        gain = h * (math.exp(2 * log_std) / beta)
-        effective = (gain / (gain + 1)).sum().item()
-        if not effective:
-            return -math.inf
-        return 2 * log_std + math.log(effective / distance)
-
-    low = 0.5 * math.log(distance / len(h))  # k_eff is at most the number of weights
-    high = low
-    step = 1.0
-    while excess(high) < 0:
-        high += step
-        step *= 2
-    while high - low > 1e-12 * max(1.0, abs(high)):
-        middle = 0.5 * (low + high)
-        if middle in (low, high):
-            break
-        if excess(middle) > 0:
-            high = middle
-        else:
-            low = middle
-    return math.exp(0.5 * (low + high))
 
 
 def label_entropy(counts: Tensor) -> float:
@@ -331,50 +225,20 @@ def label_entropy(counts: Tensor) -> float:
     return (plain + missing).item()
 
 
-def _sums_of(curvature: Tensor, scales: Tensor, largest_scale: float) -> Tensor:
-    """Return both sums of :func:`_sums` over all weights, ``[2, widths]``, on the CPU."""
-    products = _largest(curvature) * largest_scale < LARGE
+def _sums(curvature: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`\sum 1-v = \sum r/(1+r)` and :math:`-\sum\log v = \sum\log(1+r)` for each scale of the gains."""
+    _check_not_negative(curvature)
     scales = scales.to(curvature.device)
-    found = []
-    for h in curvature.reshape(-1).split(BLOCK // len(scales)):
-        found.append(_sums(h.double(), scales, products=products))
-    sums = found[0] if len(found) == 1 else torch.stack(found).sum(0)
-    return sums.cpu()
+    determined = torch.zeros_like(scales)
+    logarithms = torch.zeros_like(scales)
+    for h in curvature.flatten().split(BLOCK // len(scales)):
+        gain = h.double() * scales.unsqueeze(1)  # [widths, weights]
+        determined += (gain / (gain + 1)).sum(1)
+        logarithms += gain.log1p_().sum(1)
+    return determined.cpu(), logarithms.cpu()
 
 
-def _sums(h: Tensor, scales: Tensor, *, products: bool) -> Tensor:
-    r"""Return :math:`\sum 1-v = \sum r/(1+r)` and :math:`-\sum\log v = \sum\log(1+r)` for each scale of the gains.
-
-    Logarithms cost more than all else, and sixteen gains can share one: :math:`(1+a)(1+b) = 1 + (a+b+ab)`, all terms of
-    which are positive, so that small gains lose nothing. A pair shares a division in the same way. ``products`` says
-    whether gains are small enough for that.
-    """
-    missing = -len(h) % 16 if products else 0
-    padded = pad(h, (0, missing)) if missing else h
-    gain = padded * scales.unsqueeze(1)  # [widths, weights]
-    if not products:
-        known = gain / (gain + 1)
-        return torch.stack((known.sum(1), gain.log1p().sum(1)))
-    a, b = gain.chunk(2, 1)
-    product = a * b
-    gain = (a + b).add_(product)
-    known = product.add_(gain).div_(gain + 1).sum(1)
-    for _ in range(3):
-        a, b = gain.chunk(2, 1)
-        gain = torch.addcmul(b, a, b).add_(a)
-    return torch.stack((known, gain.log1p_().sum(1)))
-
-
-def _non_negative(curvature: Tensor) -> Tensor:
-    _largest(curvature)
-    return curvature.double()
-
-
-def _largest(curvature: Tensor) -> float:
-    """Return the largest curvature, NaN if there is one, 0 of none; none may be below 0."""
-    if not curvature.numel():
-        return 0.0
-    smallest, largest = curvature.aminmax()
-    if bool(smallest < 0):
-        raise ValueError(f"`curvature` must be non-negative, got {smallest.item()}.")
-    return largest.item()
+def _check_not_negative(curvature: Tensor) -> None:
+    """NaN is let through: what is not estimable gives NaN."""
+    if (curvature < 0).any():
+        raise ValueError(f"`curvature` must be non-negative, got {curvature.min().item()}.")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from lightning_taskinfo._ranges import check_not_negative
+from lightning_taskinfo._ranges import check_choice, check_not_negative
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional.likelihood import look_like_probabilities
 
@@ -49,8 +49,7 @@ class WeightSchedule:
 
     def __post_init__(self) -> None:
         check_not_negative(weight=self.weight, start=self.start, length=self.length)
-        if self.ramp not in get_args(Ramp):
-            raise ValueError(f"`ramp` must be one of {get_args(Ramp)}, got {self.ramp!r}.")
+        check_choice(get_args(Ramp), ramp=self.ramp)
         if self.ramp != "constant" and not self.length:
             raise ValueError(
                 f"`length` must be at least 1 for a {self.ramp} ramp, got {self.length}."
@@ -80,7 +79,6 @@ class Regularizer(nn.Module):
 
     Args:
         weight: Factor of the penalty, or a :class:`WeightSchedule`.
-        argument: What the subclass calls it.
 
     Example:
         >>> class Small(Regularizer):
@@ -92,11 +90,10 @@ class Regularizer(nn.Module):
 
     _looked = False  # at the first call's arguments, for what goes wrong without an error
 
-    def __init__(self, weight: Weight, *, argument: str = "weight") -> None:
+    def __init__(self, weight: Weight) -> None:
         super().__init__()
         if not isinstance(weight, WeightSchedule):
-            check_not_negative(**{argument: weight})
-            weight = WeightSchedule(float(weight))
+            weight = WeightSchedule(weight)
         self.schedule = weight
         self.value: Tensor | None = None
         """What the last call measured, before the weight; ``None`` before the first, and where nothing was measured."""
@@ -207,12 +204,6 @@ def check_scalar(argument: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor) or tensor.ndim:
         found = getattr(tensor, "shape", type(tensor).__name__)
         raise ValueError(f"`{argument}` must be a scalar tensor, got {found}.")
-
-
-def check_decay(decay: float) -> None:
-    """Raise ``ValueError`` unless a moving average can have this decay."""
-    if not 0 <= decay < 1:
-        raise ValueError(f"`decay` must be in [0, 1), got {decay}.")
 
 
 def world_size() -> int:

@@ -10,13 +10,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._random import own_randomness
-from lightning_taskinfo._ranges import check_counts, check_finite, check_positive
-from lightning_taskinfo.functional.discrepancy import (
-    Negatives,
-    check_choices,
-    jensen_shannon,
-    smile,
-)
+from lightning_taskinfo._ranges import check_choice, check_counts, check_finite, check_positive
+from lightning_taskinfo.functional.discrepancy import Negatives, jensen_shannon, smile
 
 CriticKind = Literal["separable", "bilinear", "concatenated"]
 Shape: TypeAlias = Sequence[int]
@@ -119,7 +114,7 @@ def make_critic(
     """Build a critic whose initial weights depend on ``seed`` only; the global generator is left alone.
 
     Raises:
-        ValueError: If ``kind`` is unknown or a width is not positive.
+        ValueError: If ``kind`` is unknown or ``feature_dim`` is not positive.
 
     Example:
         >>> from torch import zeros
@@ -127,11 +122,8 @@ def make_critic(
         >>> critic(zeros(3, 4), zeros(3, 2)).shape
         torch.Size([3, 3])
     """
-    if kind not in get_args(CriticKind):
-        raise ValueError(
-            f"`critic` must be a module or one of {get_args(CriticKind)}, got {kind!r}."
-        )
-    check_counts(feature_dim=feature_dim, hidden=hidden, embedding=embedding)
+    check_choice(get_args(CriticKind), critic=kind)
+    check_counts(feature_dim=feature_dim)
     with own_randomness(seed):
         if kind == "concatenated":
             return ConcatenatedCritic(input_shape, feature_dim, hidden, embedding)
@@ -213,11 +205,10 @@ def estimate_mutual_information(
         >>> estimate_mutual_information(x, x.flip(0), steps=20).nats < 0.1
         True
     """
-    check_choices(negatives, clip)
     check_counts(steps=steps)
     if batch_size < 2:
         raise ValueError(f"`batch_size` must be at least 2, got {batch_size}.")
-    check_positive(learning_rate=learning_rate)
+    check_positive(clip=clip, learning_rate=learning_rate)
     N = len(inputs)
     if N < SAMPLES or len(features) != N:
         raise ValueError(

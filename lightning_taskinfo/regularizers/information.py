@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo._ranges import check_counts, check_not_negative
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.regularizers._base import Regularizer, Weight
+from lightning_taskinfo.regularizers._base import Regularizer, Weight, WeightSchedule
 from lightning_taskinfo.variational import noisy_weights, weight_kl
 
 
@@ -49,7 +49,9 @@ class WeightInformation(Regularizer):
         *,
         num_samples: int | None = None,
     ) -> None:
-        super().__init__(beta, argument="beta")
+        if not isinstance(beta, WeightSchedule):
+            check_not_negative(beta=beta)
+        super().__init__(beta)
         check_counts(num_samples=num_samples)
         self.num_samples = num_samples
 

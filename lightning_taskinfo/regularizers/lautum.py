@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Generator, Tensor
+from torch.nn.functional import normalize
 
 from lightning_taskinfo import _ranges
 from lightning_taskinfo._observe import observing
@@ -21,8 +22,6 @@ _FACTORED = 4096  # inputs up to which their covariance is formed and factored
 Batches: TypeAlias = Callable[[], Iterator[Tensor]]
 """Gives a new iterator over flat inputs ``[B, D]`` each time it is called."""
 Pair: TypeAlias = tuple[Tensor, Tensor]
-Factors: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""A whitening matrix ``[r, D]``, the directions' standard deviations ``[r]``, and ``tr Σ(Σ + ridge)⁻¹``."""
 
 
 class Lautum(_base.Regularizer):
@@ -37,10 +36,9 @@ class Lautum(_base.Regularizer):
     network's output (``proxy="logits"``), or the gradient :math:`\partial (v \cdot \text{logits}) / \partial x` along a
     random direction :math:`v`, drawn anew each epoch (``proxy="jacobian"``; on leading principal directions only).
 
-    :math:`\Sigma_x` is factored once by :meth:`fit_inputs`; a step costs :math:`O(BDK)`, and :math:`O(D^2 K)` beside
-    it with all :math:`r = D` directions. The covariances with :math:`w` are moving averages over batches and ranks. The
-    gradient flows through the current batch, as if that were the whole average, so that the weight means the same at
-    every ``decay``.
+    :math:`\Sigma_x` is factored once by :meth:`fit_inputs`; a step costs :math:`O(BDK + DKr)`. The covariances with
+    :math:`w` are moving averages over batches and ranks. The gradient flows through the current batch, as if that were
+    the whole average, so that the weight means the same at every ``decay``.
 
     **Positive definiteness.** The estimates do not come from the same samples, so an estimated :math:`\rho_j` could
     reach 1. Three steps rule it out: :math:`\Sigma_x` gets a ridge, :math:`\rho_j^2` is multiplied by
@@ -55,8 +53,7 @@ class Lautum(_base.Regularizer):
             times the loss's on 8×8 digits, and the labels were not learned (``benchmarks/gradient_ratio.py``).
         proxy: What stands for the weights: ``"logits"`` or ``"jacobian"``.
         components: Principal directions :math:`r` of the inputs to keep. By default all of them for ``"logits"`` up to
-            ``max_dim`` inputs and 256 beyond; 64 for ``"jacobian"``.
-        max_dim: Number of inputs above which they are projected by default.
+            4,096 inputs and 256 beyond; 64 for ``"jacobian"``.
         decay: Decay of the moving averages.
         shrinkage: Distance of the largest possible correlation from 1.
         ridge: Added to the covariances' diagonals, relative to their mean.
@@ -78,7 +75,6 @@ class Lautum(_base.Regularizer):
 
     mean: Tensor
     whitener: Tensor
-    scales: Tensor
     effective_dim: Tensor
     samples: Tensor
     cov_w: Tensor
@@ -93,7 +89,6 @@ class Lautum(_base.Regularizer):
         weight: _base.Weight = 0.001,
         proxy: Literal["logits", "jacobian"] = "logits",
         components: int | None = None,
-        max_dim: int = 4096,
         decay: float = 0.999,
         shrinkage: float = 0.05,
         ridge: float = 1e-3,
@@ -102,18 +97,17 @@ class Lautum(_base.Regularizer):
         super().__init__(weight)
         self.input_shape = _base.checked_shape(input_shape)
         D = math.prod(self.input_shape)
-        if proxy not in ("logits", "jacobian"):
-            raise ValueError(f"`proxy` must be 'logits' or 'jacobian', got {proxy!r}.")
+        _ranges.check_choice(["logits", "jacobian"], proxy=proxy)
         if components is None and proxy == "jacobian":
             components = min(D, 64)
         elif components is None:
-            components = D if max_dim >= D else 256
+            components = D if D <= _FACTORED else 256
         if not 1 <= components <= D:
             raise ValueError(
                 f"`components` must be between 1 and the number of inputs, {D}, got {components}."
             )
         _ranges.check_counts(num_outputs=num_outputs)
-        _base.check_decay(decay)
+        _ranges.check_values("in [0, 1)", decay=decay)
         _ranges.check_probability(shrinkage=shrinkage)
         _ranges.check_positive(ridge=ridge)
         self.num_outputs = num_outputs
@@ -123,17 +117,14 @@ class Lautum(_base.Regularizer):
         self.shrinkage = shrinkage
         self.ridge = ridge
         self.seed = seed
-        # Then covariances are whitened, which is less work than inputs.
-        self.whole = components == D
         K = components if proxy == "jacobian" else num_outputs
         buffers = {
             "mean": torch.zeros(D),
             "whitener": torch.zeros(components, D),
-            "scales": torch.zeros(components),
             "effective_dim": torch.zeros(()),
             "samples": torch.zeros((), dtype=torch.int64),  # 0: not fitted
             "cov_w": torch.zeros(K, K, dtype=torch.float64),
-            "cov_wx": torch.zeros(K, components, dtype=torch.float64),
+            "cov_wx": torch.zeros(K, D, dtype=torch.float64),
             "steps": torch.zeros((), dtype=torch.int64),
         }
         for name, zeros in buffers.items():
@@ -162,10 +153,13 @@ class Lautum(_base.Regularizer):
                     f"`loader` must hold more samples than there are outputs ({outputs}), got {int(samples)}: use a "
                     "larger unlabeled set."
                 )
-            factors = _whitening(batches, mean, samples, self.components, self.ridge)
-        buffers = (self.mean, self.samples, self.whitener, self.scales, self.effective_dim)
-        for buffer, value in zip(buffers, (mean, samples, *factors), strict=True):
-            buffer.copy_(value)
+            whitener, effective_dim = _whitening(
+                batches, mean, samples, self.components, self.ridge
+            )
+        self.mean.copy_(mean)
+        self.samples.copy_(samples)
+        self.whitener.copy_(whitener)
+        self.effective_dim.copy_(effective_dim)
         self._looked = False
         if samples < 2 * self.effective_dim:
             warn(
@@ -207,22 +201,18 @@ class Lautum(_base.Regularizer):
         _ranges.check_finite("inputs", inputs)
         with torch.autocast(inputs.device.type, enabled=False):
             x = inputs.detach().flatten(1).float() - self.mean
-            if not self.whole:
-                x = x @ self.whitener.T  # [B, r]
             w = outputs.float()
             if self.proxy == "jacobian":
                 w = self._gradients(inputs, outputs, epoch)
             w = w - w.mean(0)  # [B, K]
             if self.first_look(outputs):
-                some = x[:64]
-                _warn_of_scale(some @ self.whitener.T if self.whole else some, self.effective_dim)
-            local = _covariances(x, w.detach())
-            averages = self._averages(local)
-            if _finite(*local, *averages):
+                _warn_of_scale(x[:64] @ self.whitener.T, self.effective_dim)
+            cov_w, cov_wx = self._averages(_covariances(x, w))
+            if _finite(cov_w, cov_wx):
                 n = self._effective_samples(len(x) * _base.world_size())
-                value = self._with_gradient(x, w, *averages, n)
+                value = self._information(cov_w, cov_wx, n)
             else:  # the loss shows it, and a gradient scaler skips the step
-                value = torch.nan * w.sum().double()
+                value = torch.nan * w.sum()
         value = value.float()
         return self.penalty(-value, self.schedule(epoch), value=value)
 
@@ -241,22 +231,27 @@ class Lautum(_base.Regularizer):
         v = torch.randn(self.num_outputs, generator=generator, device="cpu")
         along = (outputs.float() @ (v / v.norm()).to(outputs.device)).sum()
         (gradients,) = torch.autograd.grad(along, inputs, create_graph=torch.is_grad_enabled())
-        return gradients.flatten(1).float() @ self.whitener.T * self.scales  # [B, r]
+        directions = normalize(self.whitener)  # of length 1 again, or 0 where inputs are constant
+        return gradients.flatten(1).float() @ directions.T  # [B, r]
 
-    @torch.no_grad()
     def _averages(self, local: Pair) -> Pair:
-        """Moving averages over batches and ranks, moved in train mode; of this batch alone before the first."""
+        """Moving averages over batches and ranks, moved in train mode; of this batch alone before the first.
+
+        They have the gradient that the current batch would have as all of them.
+        """
+        averages = [self.cov_w, self.cov_wx]
         if self.training or self.steps == 0:
-            cov_w, cov_wx = _base.mean_over_ranks(*local)
-            if self.training and _finite(cov_w, cov_wx):  # else a bad batch stays for ever
-                new = 1 - self.decay
-                self.cov_w.mul_(self.decay).add_(cov_w, alpha=new)
-                self.cov_wx.mul_(self.decay).add_(cov_wx, alpha=new)
+            new = _base.mean_over_ranks(*local)
+            if self.training and _finite(*new):  # else a bad batch stays for ever
+                for average, covariance in zip(averages, new, strict=True):
+                    average.lerp_(covariance, 1 - self.decay)
                 self.steps += 1
             elif self.steps == 0:
-                return cov_w, cov_wx
-        start_up = 1 - self.decay ** int(self.steps)
-        return self.cov_w / start_up, self.cov_wx / start_up
+                averages = new
+        start_up = 1 - self.decay ** int(self.steps) if self.steps else 1.0
+        cov_w, cov_wx = (average / start_up for average in averages)
+        # Zeros that carry a gradient are added to the averages.
+        return cov_w + (local[0] - local[0].detach()), cov_wx + (local[1] - local[1].detach())
 
     def _effective_samples(self, batch_size: int) -> float:
         """How many samples weigh in the averages, at most as many as there are."""
@@ -265,45 +260,23 @@ class Lautum(_base.Regularizer):
         batches = (1 + self.decay) * (1 - forgotten) / squares
         return min(batch_size * batches, int(self.samples))
 
-    def _with_gradient(
+    def _information(
         self,
-        x: Tensor,
-        w: Tensor,
         cov_w: Tensor,
         cov_wx: Tensor,
         n: float,
     ) -> Tensor:
-        """Information of the averages, with the gradient that the current batch would have as all of them.
+        """Information from the covariance of ``w``, [K, K], and that with the inputs, [K, D].
 
-        Only products over the batch carry a gradient: it never sees a [K, D] matrix, let alone D×D.
+        The latter is whitened, which is less work than whitening the inputs.
         """
-        whitened = pulled = cov_wx.float()
-        if self.whole:
-            whitened = whitened @ self.whitener.T  # [K, r]
-            pulled = whitened @ self.whitener  # [K, D]
-        # Zeros that carry a gradient are added to the averages.
-        change_w, change_wx = _covariances(x @ pulled.T, w)  # [K, K] both
-        cross = change_wx - change_wx.detach()
-        whitened = whitened.double()
-        squares = whitened @ whitened.T + cross + cross.T
-        return self._information(cov_w + (change_w - change_w.detach()), squares, n)
-
-    def _information(
-        self,
-        cov_w: Tensor,
-        squares: Tensor,
-        n: float,
-    ) -> Tensor:
-        """Information from the covariance of ``w``, and the squares of that with whitened inputs, [K, K]."""
         floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
         identity = torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device)
         factor = torch.linalg.cholesky(cov_w + floor * identity)
-        half = torch.linalg.solve_triangular(factor, squares, upper=False)
-        # [K, K], on both sides
-        whitened = torch.linalg.solve_triangular(factor, half.T, upper=False)
-        symmetric = (whitened + whitened.T) / 2
+        half = (cov_wx.float() @ self.whitener.T).double()  # [K, r]
+        whitened = torch.linalg.solve_triangular(factor, half, upper=False)
         fewer = n / (n + float(self.effective_dim))
-        squared = torch.linalg.eigvalsh(symmetric) * fewer
+        squared = torch.linalg.eigvalsh(whitened @ whitened.T) * fewer
         largest = (1 - self.shrinkage) ** 2
         return lautum_from_correlations(squared.clamp(max=1.0) * largest)
 
@@ -325,7 +298,7 @@ def _warn_of_scale(whitened: Tensor, effective_dim: Tensor) -> None:
 
 
 def _covariances(x: Tensor, w: Tensor) -> Pair:
-    """Covariance of the centred ``w``, [K, K], and of ``w`` with the inputs, [K, r]."""
+    """Covariance of the centred ``w``, [K, K], and of ``w`` with the inputs, [K, D]."""
     n = len(x) - 1
     return (w.T @ w).double() / n, (w.T @ x).double() / n
 
@@ -341,8 +314,8 @@ def _whitening(
     samples: Tensor,
     components: int,
     ridge: float,
-) -> Factors:
-    r"""Return :math:`(\Sigma_x + \epsilon \bar\lambda I)^{-1/2}`, and the scales and number of its directions.
+) -> Pair:
+    r"""Return :math:`W = (\Sigma_x + \epsilon \bar\lambda I)^{-1/2}`, and :math:`\mathrm{tr}\, W \Sigma_x W^\top`.
 
     On all inputs it is a Cholesky factor; on fewer components, leading eigenvectors. These come from the covariance
     where that fits (up to 4,096 inputs), and from three passes of subspace iteration where not. The ridge
@@ -357,8 +330,8 @@ def _whitening(
             basis = torch.linalg.qr(image).Q
             image = _scatter(batches(), mean, basis) / samples  # Σ basis
         small = basis.T @ image  # Rayleigh–Ritz
-        matrix, scales, effective_dim = _eigen((small + small.T) / 2, components, ridge)
-        return matrix @ basis.T, scales, effective_dim
+        matrix, effective_dim = _eigen((small + small.T) / 2, components, ridge)
+        return matrix @ basis.T, effective_dim
     covariance = _scatter(batches(), mean) / samples
     if components < D or not covariance.any():  # constant inputs have no Cholesky factor
         return _eigen(covariance, components, ridge)
@@ -366,8 +339,7 @@ def _whitening(
     identity = torch.eye(D, dtype=covariance.dtype, device=covariance.device)
     factor = torch.linalg.cholesky(covariance + floor * identity)
     matrix = torch.linalg.solve_triangular(factor, identity, upper=False)
-    effective_dim = D - floor * matrix.square().sum()
-    return matrix, matrix.norm(dim=1).reciprocal(), effective_dim
+    return matrix, D - floor * matrix.square().sum()
 
 
 def _mean(batches: Iterator[Tensor], size: int) -> Pair:
@@ -399,14 +371,13 @@ def _eigen(
     covariance: Tensor,
     components: int,
     ridge: float,
-) -> Factors:
+) -> Pair:
     values, vectors = torch.linalg.eigh(covariance)
     values = values[-components:].flip(0).clamp_min(0)  # the largest first
     vectors = vectors[:, -components:].flip(1)
     shrunk = values + ridge * values.mean()
     inverse = torch.where(shrunk > 0, shrunk, torch.inf).reciprocal()
-    matrix = inverse.sqrt()[:, None] * vectors.T
-    return matrix, shrunk.sqrt(), (values * inverse).sum()
+    return inverse.sqrt()[:, None] * vectors.T, (values * inverse).sum()
 
 
 def flat_inputs(loader: Iterable[Any], shape: tuple[int, ...]) -> Iterator[Tensor]:

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
-from operator import itemgetter
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_taskinfo._batches import split, tensors
 from lightning_taskinfo._observe import ParamDict, holding, trainable_parameters
 from lightning_taskinfo._random import keep_random_states
 from lightning_taskinfo._ranges import check_counts, check_positive
@@ -203,17 +203,12 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
         >>> [part["x"].tolist() for part in split_batch({"x": torch.arange(5)}, 2)]
         [[0, 1], [2, 3]]
     """
-    lengths = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+    lengths = {len(x) for x in tensors(batch)}
     if len(lengths) != 1:
         raise ValueError(
             f"`batch` must hold tensors with one number of samples, got {sorted(lengths)}."
         )
     (count,) = lengths
-    size = count // parts
-    if not size:
+    if count < parts:
         raise ValueError(f"`batch` must hold at least `parts` = {parts} samples, got {count}.")
-    batches = []
-    for start in range(0, parts * size, size):
-        cut = itemgetter(slice(start, start + size))
-        batches.append(tree_map_only(Tensor, cut, batch))
-    return batches
+    return [*islice(split(batch, count // parts), parts)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_taskinfo._ranges import check_counts, check_finite, check_positive
+from lightning_taskinfo._ranges import check_choice, check_counts, check_finite, check_positive
 from lightning_taskinfo.functional import discrepancy as mi
 from lightning_taskinfo.regularizers._base import (
     Regularizer,
@@ -89,18 +89,14 @@ class MutualInformation(Regularizer):
         seed: int = 0,
     ) -> None:
         super().__init__(weight)
-        if objective not in get_args(Objective):
-            raise ValueError(
-                f"`objective` must be one of {get_args(Objective)}, got {objective!r}."
-            )
-        mi.check_choices(negatives, clip)
+        check_choice(get_args(Objective), objective=objective)
+        check_choice(get_args(mi.Negatives), negatives=negatives)
+        check_choice(get_args(Turns), alternate=alternate)
         if objective == "info_nce" and negatives == "all":
             raise ValueError(
                 "`negatives` must be 'others' for InfoNCE, whose sum holds the joint pair anyway, got 'all'."
             )
-        if alternate not in get_args(Turns):
-            raise ValueError(f"`alternate` must be 'step' or 'epoch', got {alternate!r}.")
-        check_positive(learning_rate=learning_rate)
+        check_positive(clip=clip, learning_rate=learning_rate)
         check_counts(critic_steps=critic_steps)
         self.input_shape = checked_shape(input_shape)
         self.feature_dim = feature_dim

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo._ranges import check_choice, check_counts, check_values
 from lightning_taskinfo.functional.discrepancy import ensemble_targets
 from lightning_taskinfo.regularizers._base import (
     Regularizer,
     Weight,
     WeightSchedule,
-    check_decay,
     check_rows,
     gather_rows,
 )
@@ -67,9 +66,8 @@ class TemporalEnsembling(Regularizer):
         dtype: str = "float32",
     ) -> None:
         check_counts(num_samples=num_samples, num_outputs=num_outputs, ramp_epochs=ramp_epochs)
-        check_decay(decay)
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype!r}.")
+        check_values("in [0, 1)", decay=decay)
+        check_choice(["float32", "bfloat16", "float16"], dtype=dtype)
         if weight is None:
             if num_labeled is None or not 0 <= num_labeled <= num_samples:
                 raise ValueError(

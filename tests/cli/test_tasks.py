@@ -93,7 +93,7 @@ def test_complexity_takes_the_path_of_an_npz_file_and_writes_into_its_folder_alo
         (["complexity", "--training.steps=-5"], "error: `steps` must be at least 1, got -5"),
         (["distance", "--training.steps=-5"], "error: `steps` must be at least 1, got -5"),
         (["complexity", "--tasks=[numbers]"], "'numbers' was not found"),
-        (["complexity", "--betas=[0]"], "`betas` must be positive numbers"),
+        (["complexity", "--betas=[0]"], "`betas` must be positive, got 0.0"),
         (["distance", "--seeds=0"], "`seeds` must be different numbers, at least one, got []"),
         (["distance", "--beta=-1"], "`beta` must be positive, got -1.0."),
         (["distance", "--tasks=[digits:upside-down]"], "got 'upside-down'"),

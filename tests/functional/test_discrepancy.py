@@ -110,7 +110,7 @@ def test_refuses_different_widths_of_features():
 
 @pytest.mark.parametrize("widths", [[0.0], [-1.0, 1.0], []])
 def test_refuses_kernel_widths_that_are_not_positive(widths):
-    with pytest.raises(ValueError, match="`widths` must be positive numbers, got "):
+    with pytest.raises(ValueError, match="`widths` must be positive, got "):
         mk_mmd(samples(4), samples(4), widths=widths)
 
 

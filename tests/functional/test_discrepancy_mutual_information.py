@@ -157,7 +157,7 @@ def test_refuses_what_is_no_score_matrix(shape):
 
 @pytest.mark.parametrize("estimate", WITH_NEGATIVES, ids=lambda f: f.__name__)
 def test_refuses_other_negatives(estimate):
-    with pytest.raises(ValueError, match="`negatives` must be 'others' or 'all', got 'some'"):
+    with pytest.raises(ValueError, match="`negatives` must be one of others, all, got 'some'"):
         estimate(torch.zeros(2, 2), negatives="some")
 
 

@@ -92,7 +92,7 @@ def test_the_correction_belongs_to_the_source_and_grows_with_its_information(emb
     [
         ({"trivial": 0.0}, "`trivial` must be positive, got 0.0"),
         ({"trivial": math.nan}, "`trivial` must be positive, got nan"),
-        ({"trivial": 1.0, "alpha": -0.5}, "`alpha` must not be negative, got -0.5"),
+        ({"trivial": 1.0, "alpha": -0.5}, "`alpha` must be non-negative and finite, got -0.5"),
     ],
 )
 def test_refuses_what_is_outside_the_domain(embeddings, arguments, message):

@@ -37,15 +37,15 @@ def test_a_constant_weight_begins_at_its_start():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"weight": -1.0}, r"`weight` must not be negative, got -1\.0"),
-        ({"weight": math.nan}, "`weight` must not be negative, got nan"),
-        ({"weight": math.inf}, "`weight` must be finite, got inf"),
+        ({"weight": -1.0}, r"`weight` must be non-negative and finite, got -1\.0"),
+        ({"weight": math.nan}, "`weight` must be non-negative and finite, got nan"),
+        ({"weight": math.inf}, "`weight` must be non-negative and finite, got inf"),
         (
             {"weight": 1.0, "ramp": "cosine"},
-            r"`ramp` must be one of \('constant', 'linear', 'sigmoid'\), got 'cosine'",
+            r"`ramp` must be one of constant, linear, sigmoid, got 'cosine'",
         ),
-        ({"weight": 1.0, "start": -1}, "`start` must not be negative, got -1"),
-        ({"weight": 1.0, "length": -1}, "`length` must not be negative, got -1"),
+        ({"weight": 1.0, "start": -1}, "`start` must be non-negative and finite, got -1"),
+        ({"weight": 1.0, "length": -1}, "`length` must be non-negative and finite, got -1"),
         ({"weight": 1.0, "ramp": "linear"}, "`length` must be at least 1 for a linear ramp, got 0"),
     ],
 )
@@ -56,7 +56,7 @@ def test_refuses_schedules(arguments, match):
 
 @pytest.mark.parametrize("make", [MultiKernelMMD, lambda weight: Lautum((2,), 2, weight=weight)])
 def test_refuses_a_negative_weight_by_name(make):
-    with pytest.raises(ValueError, match=r"`weight` must not be negative, got -0\.1"):
+    with pytest.raises(ValueError, match=r"`weight` must be non-negative and finite, got -0\.1"):
         make(weight=-0.1)
 
 

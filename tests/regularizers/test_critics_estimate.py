@@ -182,7 +182,7 @@ def test_the_critic_may_be_trained_with_all_pairs_as_negatives():
 
 
 def test_refuses_other_negatives():
-    with pytest.raises(ValueError, match="`negatives` must be 'others' or 'all', got 'none'"):
+    with pytest.raises(ValueError, match="`negatives` must be one of others, all, got 'none'"):
         estimate_mutual_information(torch.zeros(50, 2), torch.zeros(50, 2), negatives="none")
 
 

@@ -42,7 +42,7 @@ def test_a_hundred_steps_lower_the_kl():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"beta": -1.0}, r"`beta` must not be negative, got -1\.0"),
+        ({"beta": -1.0}, r"`beta` must be non-negative and finite, got -1\.0"),
         ({"num_samples": 0}, "`num_samples` must be at least 1, got 0"),
     ],
 )

@@ -66,5 +66,5 @@ def test_refuses_features(source, target, match):
 
 @pytest.mark.parametrize("widths", [[], [1.0, 0.0]])
 def test_refuses_widths(widths):
-    with pytest.raises(ValueError, match=r"`widths` must be positive numbers, got \["):
+    with pytest.raises(ValueError, match=r"`widths` must be positive, got "):
         MultiKernelMMD(widths=widths)

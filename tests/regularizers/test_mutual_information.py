@@ -288,9 +288,9 @@ def test_a_critic_may_compute_its_weights_and_hold_a_module_twice():
     [
         ({"objective": "smile"}, "`objective` must be one of .* got 'smile'"),
         ({"objective": "js"}, "`objective` must be one of .* got 'js'"),
-        ({"critic": "linear"}, "`critic` must be a module or one of .* got 'linear'"),
-        ({"alternate": "never"}, "`alternate` must be 'step' or 'epoch', got 'never'"),
-        ({"negatives": "none"}, "`negatives` must be 'others' or 'all', got 'none'"),
+        ({"critic": "linear"}, "`critic` must be one of .* got 'linear'"),
+        ({"alternate": "never"}, "`alternate` must be one of step, epoch, got 'never'"),
+        ({"negatives": "none"}, "`negatives` must be one of others, all, got 'none'"),
         (
             {"objective": "info_nce", "negatives": "all"},
             "`negatives` must be 'others' for InfoNCE, .* got 'all'",

@@ -119,7 +119,7 @@ def test_eval_mode_measures_without_moving():
         ({"weight": 1.0, "decay": 1.0}, r"`decay` must be in \[0, 1\), got 1\.0"),
         (
             {"weight": 1.0, "dtype": "int8"},
-            "`dtype` must be float32, bfloat16 or float16, got 'int8'",
+            "`dtype` must be one of float32, bfloat16, float16, got 'int8'",
         ),
     ],
 )

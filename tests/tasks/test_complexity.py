@@ -231,8 +231,8 @@ def test_a_network_is_known_by_its_weights_its_modules_and_what_it_answers_to_tw
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"betas": (1.0, 0.0)}, r"`betas` must be positive numbers, got \[1\.0, 0\.0\]\."),
-        ({"betas": ()}, r"`betas` must be positive numbers, got \[\]\."),
+        ({"betas": (1.0, 0.0)}, r"`betas` must be positive, got 0\.0\."),
+        ({"betas": ()}, r"`betas` must be positive, got \(\)\."),
         ({"prior_std": 0.0}, r"`prior_std` must be positive, got 0\.0\."),
         (
             {"prior_center": "one"},
@@ -294,7 +294,7 @@ def test_refuses_outputs_that_do_not_fit_the_targets(model_fn, targets, likeliho
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"pretrain_steps": -1}, "`pretrain_steps` must not be negative, got -1"),
+        ({"pretrain_steps": -1}, "`pretrain_steps` must be non-negative and finite, got -1"),
         ({"steps": 0}, "`steps` must be at least 1, got 0"),
         ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
         ({"learning_rate": 0.0}, r"`learning_rate` must be positive, got 0\.0"),

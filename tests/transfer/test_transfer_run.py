@@ -371,7 +371,7 @@ def test_files_of_a_logger_need_a_folder(logger):
     [
         ({"pretrain_epochs": 0}, "`pretrain_epochs` must be at least 1, got 0"),
         ({"learning_rate": 0.0}, "`learning_rate` must be positive, got 0.0"),
-        ({"weight_decay": -1.0}, "`weight_decay` must not be negative, got -1.0"),
+        ({"weight_decay": -1.0}, "`weight_decay` must be non-negative and finite, got -1.0"),
         ({"fine_tune": "half"}, "`fine_tune` must be 'full', .* got 'half'"),
     ],
 )
