@@ -4,11 +4,13 @@ import glob
 import hashlib
 import json
 import os
+import platform
+import re
 import time
 import uuid
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
@@ -24,7 +26,7 @@ def atomic_write(path: StrPath, mode: str = "wb") -> Iterator[IO[Any]]:
     """Give a file to write to that takes the place of ``path`` when the block ends, and not before.
 
     A process killed meanwhile, or an exception in the block, leaves what was there. What a killed
-    process left half-written is removed after a day, by the next one that writes the same file.
+    process left half-written is removed by the next one that writes the same file.
 
     Args:
         path: The file to write or replace; its folder must exist.
@@ -42,15 +44,15 @@ def atomic_write(path: StrPath, mode: str = "wb") -> Iterator[IO[Any]]:
 def atomic_path(path: StrPath) -> Iterator[Path]:
     """Give a path beside ``path`` for a file that takes its place when the block ends; see :func:`atomic_write`.
 
-    The name of the unfinished file begins with that of ``path``, ends in ``.tmp``, and is no other
-    writer's.
+    The name of the unfinished file begins with that of ``path``, says which process writes it, and
+    ends in ``.tmp``.
     """
     path = Path(path)
-    for other in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
-        with suppress(FileNotFoundError):  # finished meanwhile
-            if time.time() - other.stat().st_mtime > DAY:
-                other.unlink()
-    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    for other in path.parent.glob(f"{glob.escape(path.name)}.*.*.*.tmp"):
+        if _is_abandoned(other):
+            other.unlink(missing_ok=True)
+    unique = uuid.uuid4().hex[:8]
+    beside = path.with_name(f"{path.name}.{_host()}.{os.getpid()}.{unique}.tmp")
     try:
         yield beside
         with beside.open("rb+") as file:
@@ -59,6 +61,24 @@ def atomic_path(path: StrPath) -> Iterator[Path]:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def _is_abandoned(file: Path) -> bool:
+    """Whether a process that is no more has left an unfinished file; those of other machines after a day."""
+    _, host, process, _, _ = file.name.rsplit(".", 4)
+    try:
+        if host != _host() or os.name != "posix":
+            return time.time() - file.stat().st_mtime > DAY
+        os.kill(int(process), 0)  # which only asks for it
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError):  # another user's, or ready now, or no file of ours
+        pass
+    return False
+
+
+def _host() -> str:
+    return re.sub(r"\W", "-", platform.node())
 
 
 def write_json(path: StrPath, value: Any) -> None:

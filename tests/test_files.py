@@ -43,23 +43,27 @@ def test_the_old_file_stays_when_the_process_is_killed(tmp_path):
     assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == -signal.SIGKILL
     assert path.read_text() == "old"
     assert len(os.listdir(tmp_path)) == 2
+    write_json(tmp_path / "other", 1)
+    assert len(os.listdir(tmp_path)) == 3, "of another file"
+    write_json(path, "new")
+    assert sorted(os.listdir(tmp_path)) == ["other", "result"], (
+        "what the killed process left is gone"
+    )
 
 
-def test_what_another_process_is_writing_stays_and_old_remains_go(tmp_path):
+def test_what_another_process_is_writing_stays_and_old_remains_of_other_machines_go(tmp_path):
     path = tmp_path / "result"
     with atomic_write(path, "w") as mine:
         mine.write("first")
         write_json(path, "second")
         assert len(os.listdir(tmp_path)) == 2
     assert path.read_text() == "first"
-    names = ("result.1.tmp", "result.2.tmp", "results.3.tmp")
-    young, old, of_another_file = (tmp_path / name for name in names)
-    for file in (young, old, of_another_file):
+    young, old = (tmp_path / f"result.elsewhere.{number}.0123abcd.tmp" for number in (1, 2))
+    for file in (young, old):
         file.touch()
-    for file in (old, of_another_file):
-        os.utime(file, (time.time() - 90_000,) * 2)
+    os.utime(old, (time.time() - 90_000,) * 2)
     write_json(path, "third")
-    assert (young.exists(), old.exists(), of_another_file.exists()) == (True, False, True)
+    assert (young.exists(), old.exists()) == (True, False)
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path):
