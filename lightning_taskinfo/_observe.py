@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -77,11 +77,13 @@ def parts(model: nn.Module) -> Parts:
         >>> len(modules), len(parameters), len(buffers)
         (3, 4, 3)
     """
-    return Parts(
-        modules=[*model.modules()],
-        parameters=[*model.parameters()],
-        buffers=[*model.buffers()],
-    )
+    modules = [*model.modules()]
+    parameters: dict[int, nn.Parameter] = {}
+    buffers: dict[int, Tensor] = {}
+    for module in modules:  # once, where `parameters()` and `buffers()` would walk again
+        parameters |= {id(p): p for p in module._parameters.values() if p is not None}
+        buffers |= {id(b): b for b in module._buffers.values() if b is not None}
+    return Parts(modules, [*parameters.values()], [*buffers.values()])
 
 
 @contextmanager
@@ -92,7 +94,8 @@ def observing(model: nn.Module) -> Iterator[nn.Module]:
     compiled modules run eagerly, because hooks added after compilation are silently skipped.
     Afterwards the mode of every module, every buffer, every ``.grad`` and the states of torch's,
     numpy's and Python's random generators are what they were, so a training that is observed ends
-    with the same bits as one that is not.
+    with the same bits as one that is not. What a forward pass keeps elsewhere, such as a plain
+    attribute or a generator of its own, is not put back.
 
     Tensors made under ``torch.inference_mode()`` cannot take part in autograd: clone them inside.
 
@@ -124,7 +127,10 @@ def observing_parts(observed: Parts) -> Iterator[None]:
     restore_random_states = keep_random_states(devices)
     modes = [module.training for module in modules]
     places = [dict(module._buffers) for module in modules]
-    values = [buffer.detach().clone() for buffer in buffers]
+    # Parameters that a forward pass writes to: tables whose rows are shortened when they are used.
+    tables: list[Any] = [m for m in modules if getattr(m, "max_norm", None) is not None]
+    written = [*buffers, *(table.weight for table in tables)]
+    values = [tensor.detach().clone() for tensor in written]
     grads = [p.grad for p in parameters]
     ids = {id(module) for module in modules}
     outside = _OBSERVED.set(_OBSERVED.get() | ids)
@@ -153,10 +159,10 @@ def observing_parts(observed: Parts) -> Iterator[None]:
                 module._buffers[name] = buffer
         for p, grad in zip(parameters, grads, strict=True):
             p.grad = grad
-        for buffer, value in zip(buffers, values, strict=True):
+        for tensor, value in zip(written, values, strict=True):
             # Through `.data`, which counts as no change: a graph recorded before stays good for its
             # backward.
-            buffer.data.copy_(value)
+            tensor.data.copy_(value)
 
 
 def observing_once(observed: Parts) -> AbstractContextManager[None]:

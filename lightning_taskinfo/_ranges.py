@@ -102,7 +102,8 @@ def check_values(rule: str, **arguments: Any) -> None:
             numbers = torch.tensor(value, dtype=torch.float64, device="cpu")
         wrong = numbers[~RULES[rule](numbers)]
         if len(wrong):
-            raise ValueError(f"`{name}` must be {rule}, got {wrong[0].item()}.")
+            got = value if isinstance(value, int | float) else wrong[0].item()
+            raise ValueError(f"`{name}` must be {rule}, got {got}.")
         if numbers is not value and not numbers.numel():
             raise ValueError(f"`{name}` must be {rule}, got {value}.")
 

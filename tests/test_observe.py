@@ -283,3 +283,13 @@ def test_what_has_changed_inside_is_observed_again(net, change):
                 assert not torch.is_autocast_enabled("cpu")
                 assert next(net.parameters()).grad is None
             assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_table_that_is_shortened_when_it_is_used_comes_back():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(5, 3, max_norm=0.1), nn.Flatten(), nn.Linear(6, 2))
+    before = net[0].weight.detach().clone()
+    with observing(net):
+        net(torch.tensor([[1, 2]]))
+        assert not torch.equal(net[0].weight, before)
+    assert torch.equal(net[0].weight, before)

@@ -33,7 +33,7 @@ PAIRS = {
 }
 SHAPES = {"paper": (3, 32, 32), "small": (1, 28, 28)}
 SOURCE_TEST = 1000  # test images of the source that are looked at
-FITTED = ("mean", "whitener", "scales", "effective_dim", "samples")  # what Lautum keeps of inputs
+FITTED = ("mean", "whitener", "effective_dim", "samples")  # what Lautum keeps of inputs
 
 
 class Noise(nn.Module):

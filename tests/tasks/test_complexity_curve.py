@@ -51,7 +51,7 @@ def test_complexity_is_the_best_point_and_has_its_error():
     assert curve().complexity(0.25) == Estimate(6.0, 0.4)
     assert curve().complexity(0.75) == Estimate(9.0, 0.2)
     assert curve().complexity(3.0) == Estimate(10.0, 0.5)  # nothing is worth its price
-    with pytest.raises(ValueError, match=r"`beta` must not be negative, got -1\.0\."):
+    with pytest.raises(ValueError, match=r"`beta` must be non-negative and finite, got -1\.0\."):
         curve().complexity(-1.0)
 
 

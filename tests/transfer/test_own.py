@@ -540,7 +540,7 @@ BAD = {
     ),
     "a logger in trainer": ({"trainer": {"logger": True}}, "`trainer` must leave logger"),
     "methods": ({"methods": ["lautum"]}, "`methods` must be left out"),
-    "negative seeds": ({"seeds": [-1]}, "`seeds` must not be negative, got -1"),
+    "negative seeds": ({"seeds": [-1]}, "`seeds` must be non-negative and finite, got -1"),
 }
 
 

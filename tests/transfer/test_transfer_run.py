@@ -321,7 +321,7 @@ def test_a_saved_report_is_the_same(reference, tmp_path):
         ),
         ({"methods": []}, "`methods` must not be empty"),
         ({"seeds": 0}, "`seeds` must be at least 1, got 0"),
-        ({"seeds": [0, -1]}, "`seeds` must not be negative, got -1"),
+        ({"seeds": [0, -1]}, "`seeds` must be non-negative and finite, got -1"),
         ({"seeds": [1, 2, 1]}, r"`seeds` must not repeat a value, got \[1, 2, 1\]"),
         ({"labels": [9, 9]}, r"`labels` must not repeat a value, got \[9, 9\]"),
         ({"model": "vgg"}, "`model` must be one of mlp, .* got 'vgg'"),
