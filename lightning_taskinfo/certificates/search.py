@@ -20,11 +20,8 @@ from lightning_taskinfo.certificates.prior import Prior
 from lightning_taskinfo.certificates.samples import Data, read_labelled
 from lightning_taskinfo.certificates.subject import ErrorKind, Loss, Subject, pick
 from lightning_taskinfo.distributions import (
-    BlockGaussian,
     CurvatureBlock,
-    LowRankCurvature,
     WeightGaussian,
-    diagonal_curvature,
     kronecker_curvature,
     layer_input_matrices,
     neuron_curvature,
@@ -96,8 +93,6 @@ def curvatures_to_try(
         structure: Names, or a curvature that is ready.
         samples: How many inputs to estimate it from.
     """
-    if isinstance(structure, LowRankCurvature):
-        return {"given": structure}
     if any(isinstance(part, CurvatureBlock) for part in structure):
         return {"given": cast(Curvature, structure)}
     names = named_structures(cast(Structures, structure), subject.error)
@@ -239,26 +234,25 @@ class Search:
         """Return the post-distribution of one curvature and β, its KL, the price of the scales, and the scales."""
         if structure == "oracle":
             return self._oracle(beta)
-        curvature = self.curvatures[structure]
-        blocks = diagonal_of(curvature) if isinstance(curvature, LowRankCurvature) else curvature
+        blocks = self.curvatures[structure]
         by_layer, price = choose_scales(blocks, self.displacement, self.prior, beta)
         stds = {name: by_layer[self.prior.layer_of(name)] for name in self.center}
         pre = pre_distribution(self.center, prior_std=stds)
-        post = post_distribution(self.weights, pre, curvature, beta=beta)
+        post = post_distribution(self.weights, pre, blocks, beta=beta)
         return post, float(post.kl(pre)), price, by_layer
 
     def _oracle(self, beta: float) -> tuple[WeightGaussian, float, float, dict[str, float]]:
         """Return the same for the best diagonal prior around the centre, of the diagonal curvature."""
         blocks = []
         kl = 0.0
-        for block in cast(Sequence[CurvatureBlock], self.curvatures["diagonal"]):
+        for block in self.curvatures["diagonal"]:
             shift = block.pack(self.displacement)
             oracle = pac_bayes.oracle_complexity(block.eigenvalues, shift, beta=beta)
             # A weight that the loss does not feel is left alone.
             variances = oracle.post_variance.nan_to_num(posinf=0.0)
             blocks.append(CurvatureBlock(block.names, variances))
             kl += float(oracle.kl)
-        return BlockGaussian(self.weights, blocks), kl, 0.0, {}
+        return WeightGaussian(self.weights, blocks), kl, 0.0, {}
 
 
 def best_of(rows: Sequence[Candidate], *, network: bool) -> list[Candidate]:
@@ -267,16 +261,6 @@ def best_of(rows: Sequence[Candidate], *, network: bool) -> list[Candidate]:
     if network:
         best.append(min(rows, key=lambda row: row.bound + row.disagreement))
     return best
-
-
-def diagonal_of(curvature: LowRankCurvature) -> list[CurvatureBlock]:
-    """Return the diagonal of a curvature of low rank."""
-    scales = curvature.scales.double()
-    diagonal = {}
-    for name, h in curvature.diagonal.items():
-        squares = curvature.factor[name].double() ** 2
-        diagonal[name] = h.double() + torch.tensordot(scales, squares, dims=1)
-    return diagonal_curvature(diagonal)
 
 
 def choose_scales(

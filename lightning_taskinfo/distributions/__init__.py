@@ -2,7 +2,6 @@
 
 from lightning_taskinfo.distributions.curvature import (
     CurvatureBlock,
-    LowRankCurvature,
     diagonal_curvature,
     kronecker_curvature,
     layer_curvature,
@@ -11,20 +10,15 @@ from lightning_taskinfo.distributions.curvature import (
     with_diagonal,
 )
 from lightning_taskinfo.distributions.gaussian import (
-    BlockGaussian,
     IsotropicGaussian,
-    LowRankGaussian,
     WeightGaussian,
     post_distribution,
     pre_distribution,
 )
 
 __all__ = [
-    "BlockGaussian",
     "CurvatureBlock",
     "IsotropicGaussian",
-    "LowRankCurvature",
-    "LowRankGaussian",
     "WeightGaussian",
     "diagonal_curvature",
     "kronecker_curvature",

@@ -1,4 +1,4 @@
-"""Curvature of the loss in the shapes a Gaussian over weights can take: block by block, or low rank plus diagonal.
+"""Curvature of the loss in the shapes a Gaussian over weights can take, block by block.
 
 :func:`layer_input_matrices` is what a forward pass alone tells about it, layer by layer.
 """
@@ -73,28 +73,6 @@ def turned(tensor: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
     if left is not None:
         matrix = left @ matrix.reshape(len(left), -1)
     return matrix.reshape(tensor.shape)
-
-
-@dataclass(frozen=True)
-class LowRankCurvature:
-    r"""Curvature of the **sum** of the loss as a diagonal plus a few directions.
-
-    .. math:: H = \mathrm{diag}(d) + U\, \mathrm{diag}(s)\, U^\top
-
-    Attributes:
-        diagonal: :math:`d` by parameter name, non-negative, each shaped like its parameter.
-        factor: :math:`U` by parameter name, one direction a row: shape ``[r, *parameter.shape]``.
-        scales: :math:`s`, non-negative, shape ``[r]``.
-
-    Example:
-        >>> flat = {"weight": torch.ones(3)}
-        >>> LowRankCurvature(flat, {"weight": torch.eye(3)[:2]}, torch.tensor([4.0, 1.0])).scales  # two directions
-        tensor([4., 1.])
-    """
-
-    diagonal: ParamDict
-    factor: ParamDict
-    scales: Tensor
 
 
 def diagonal_curvature(diagonal: Mapping[str, Tensor]) -> list[CurvatureBlock]:

@@ -1,8 +1,7 @@
-"""Gaussians over weights: isotropic, block-diagonal in bases of their own, and of low rank by Woodbury's identity."""
+"""Gaussians over weights: isotropic, and block-diagonal in bases of their own."""
 
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -23,22 +22,28 @@ from lightning_taskinfo._observe import (
     trainable_parameters,
 )
 from lightning_taskinfo._ranges import check_positive
-from lightning_taskinfo.distributions.curvature import CurvatureBlock, LowRankCurvature, turned
+from lightning_taskinfo.distributions.curvature import CurvatureBlock, turned
 
 Weights: TypeAlias = Mapping[str, Tensor]
-Curvature: TypeAlias = Sequence[CurvatureBlock] | LowRankCurvature
+Curvature: TypeAlias = Sequence[CurvatureBlock]
 
 
-class WeightGaussian(ABC):
-    """A Gaussian over named weights that can be drawn from, measured, and put into a module for a while.
+class WeightGaussian:
+    """Independent groups of named weights, each diagonal in a basis of its own.
 
-    The mean of half-precision weights is kept, and drawn around, in float32: a narrow Gaussian
-    rounded to bfloat16 has another width than its divergence is computed for.
+    It can be drawn from, measured, and put into a module for a while. The mean of half-precision
+    weights is kept, and drawn around, in float32: a narrow Gaussian rounded to bfloat16 has another
+    width than its divergence is computed for.
 
     Args:
         mean: The mean by parameter name.
+        blocks: Groups whose ``eigenvalues`` are the **variances** in the group's basis, every
+            parameter in one.
 
     Example:
+        >>> variances = [CurvatureBlock(("w",), torch.tensor([[4.0, 0.25]], dtype=torch.float64))]
+        >>> WeightGaussian({"w": torch.zeros(2)}, variances).log_det()  # log 4 + log 1/4
+        tensor(0., dtype=torch.float64)
         >>> layer = nn.Linear(2, 1)
         >>> before = layer.weight.clone()
         >>> with pre_distribution(layer, prior_std=1.0).with_weights(layer):
@@ -48,20 +53,16 @@ class WeightGaussian(ABC):
         True
     """
 
-    def __init__(self, mean: Weights) -> None:
+    def __init__(self, mean: Weights, blocks: Sequence[CurvatureBlock]) -> None:
         self.mean = {name: at_least_float32(w.detach()).clone() for name, w in mean.items()}
-
-    @abstractmethod
-    def sample(self, generator: Generator | None = None) -> ParamDict:
-        """Draw weights, by parameter name."""
-
-    @abstractmethod
-    def log_det(self) -> Tensor:
-        """Return the log-determinant of the covariance, float64 scalar."""
-
-    @abstractmethod
-    def kl(self, pre: "IsotropicGaussian") -> Tensor:
-        """Return ``KL(self‖pre)`` in nats, float64 scalar."""
+        self.blocks = list(blocks)
+        missing = Counter([*mean])
+        missing.subtract(name for block in blocks for name in block.names)
+        wrong = sorted(name for name, count in missing.items() if count)
+        if wrong:
+            raise ValueError(
+                f"`curvature` must cover every parameter once, got none or several for {wrong}."
+            )
 
     @contextmanager
     def with_weights(
@@ -88,38 +89,6 @@ class WeightGaussian(ABC):
         with whole, holding(own, drawn):
             yield model
 
-    def _squared_shift(self, pre: "IsotropicGaussian") -> Tensor:
-        """``Δᵀ Λ⁻¹ Δ``, after seeing that both Gaussians are over the same weights."""
-        names = sorted(self.mean.keys() ^ pre.mean.keys())
-        if names:
-            raise ValueError(f"`pre` must have the same parameters, got a difference in {names}.")
-        squares = []
-        for name, mean in self.mean.items():
-            shift = mean.double() - pre.mean[name].double()
-            squares.append((shift / pre.std[name]).square().sum())
-        return torch.stack(squares).sum()
-
-
-class BlockGaussian(WeightGaussian):
-    """Independent groups of weights, each diagonal in a basis of its own.
-
-    Args:
-        mean: The mean by parameter name.
-        blocks: Groups whose ``eigenvalues`` are the **variances** in the group's basis, every
-            parameter in one.
-
-    Example:
-        >>> variances = [CurvatureBlock(("w",), torch.tensor([[4.0, 0.25]], dtype=torch.float64))]
-        >>> BlockGaussian({"w": torch.zeros(2)}, variances).log_det()  # log 4 + log 1/4
-        tensor(0., dtype=torch.float64)
-    """
-
-    def __init__(self, mean: Weights, blocks: Sequence[CurvatureBlock]) -> None:
-        super().__init__(mean)
-        names = [name for block in blocks for name in block.names]
-        check_cover(self.mean, names)
-        self.blocks = list(blocks)
-
     @cached_property
     def _drawing(self) -> list[CurvatureBlock]:
         """The blocks with standard deviations, in the weights' own precision: thousands of networks are drawn."""
@@ -130,26 +99,35 @@ class BlockGaussian(WeightGaussian):
             drawing.append(CurvatureBlock(block.names, *take(parts, converted)))
         return drawing
 
-    def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
+    def sample(self, generator: Generator | None = None) -> ParamDict:
+        """Draw weights, by parameter name."""
         drawn: ParamDict = {}
         for block in self._drawing:
-            noise = block.eigenvalues * _randn_like(block.eigenvalues, generator)
-            drawn |= block.unpack(turned(noise, block.left, block.right), self.mean)
+            std = block.eigenvalues
+            noise = torch.randn(std.shape, generator=generator, dtype=std.dtype, device=std.device)
+            drawn |= block.unpack(turned(std * noise, block.left, block.right), self.mean)
         return {name: mean + drawn[name] for name, mean in self.mean.items()}
 
-    def log_det(self) -> Tensor:  # noqa: D102
+    def log_det(self) -> Tensor:
+        """Return the log-determinant of the covariance, float64 scalar."""
         return torch.stack([block.eigenvalues.log().sum() for block in self.blocks]).sum()
 
-    def kl(self, pre: "IsotropicGaussian") -> Tensor:  # noqa: D102
-        total = self._squared_shift(pre)
+    def kl(self, pre: "IsotropicGaussian") -> Tensor:
+        """Return ``KL(self‖pre)`` in nats, float64 scalar."""
+        names = sorted(self.mean.keys() ^ pre.mean.keys())
+        if names:
+            raise ValueError(f"`pre` must have the same parameters, got a difference in {names}.")
+        terms = []
+        for name, mean in self.mean.items():
+            shift = mean.double() - pre.mean[name].double()
+            terms.append((shift / pre.std[name]).square().sum())
         for block in self.blocks:
-            variance = block_std(block, pre) ** 2
-            rho = (block.eigenvalues / variance).log()  # [R, D]
-            total = total + (rho.expm1() - rho).sum()
-        return 0.5 * total
+            rho = (block.eigenvalues / block_std(block, pre) ** 2).log()  # [R, D]
+            terms.append((rho.expm1() - rho).sum())
+        return 0.5 * torch.stack(terms).sum()
 
 
-class IsotropicGaussian(BlockGaussian):
+class IsotropicGaussian(WeightGaussian):
     """Independent weights, one standard deviation a parameter tensor; see :func:`pre_distribution`.
 
     Args:
@@ -204,113 +182,11 @@ def block_std(block: CurvatureBlock, pre: IsotropicGaussian) -> float:
     return stds.pop()
 
 
-def check_cover(mean: Weights, names: Iterable[str]) -> None:
-    """Refuse a curvature that misses a parameter, or holds one twice."""
-    missing = Counter([*mean])
-    missing.subtract([*names])
-    wrong = sorted(name for name, count in missing.items() if count)
-    if wrong:
-        raise ValueError(
-            f"`curvature` must cover every parameter once, got none or several for {wrong}."
-        )
-
-
-def _randn_like(like: Tensor, generator: Generator | None) -> Tensor:
-    return torch.randn(
-        like.shape,
-        generator=generator,
-        dtype=like.dtype,
-        device=like.device,
-    )
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    """All numbers of some tensors in a row, float64."""
-    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
-
-
 def named_weights(source: nn.Module | Weights) -> Weights:
     """Return a module's trainable parameters by name, or the mapping itself."""
     if isinstance(source, nn.Module):
         return trainable_parameters(source)
     return source
-
-
-class LowRankGaussian(WeightGaussian):
-    r"""Post-distribution for :math:`H = \mathrm{diag}(d) + U\,\mathrm{diag}(s)\,U^\top`.
-
-    Measured in units of the pre-distribution, :math:`\Sigma = \Lambda^{1/2} M^{-1} \Lambda^{1/2}`
-    with
-
-    .. math::
-        M = I + \Lambda^{1/2} H \Lambda^{1/2} / \beta = E^{1/2} (I + V V^\top) E^{1/2}, \qquad
-        V = Q\, \mathrm{diag}(\sigma)\, R^\top \in \mathbb{R}^{k \times r},
-
-    :math:`E` diagonal. Woodbury's identity and the matrix determinant lemma then need the :math:`r \times r`
-    eigenproblem of :math:`V^\top V` only, never a :math:`k \times k` matrix.
-
-    Args:
-        mean: The mean by parameter name.
-        pre: The pre-distribution it was made for.
-        curvature: The curvature of the sum of the loss.
-        beta: Weight of the KL beside the sum of the loss.
-
-    Example:
-        >>> zero, one = {"w": torch.zeros(2)}, torch.tensor([1.0])
-        >>> pre = IsotropicGaussian(zero, {"w": 1.0})
-        >>> curvature = LowRankCurvature(zero, {"w": torch.tensor([[1.0, 0.0]])}, one)  # felt in one direction
-        >>> LowRankGaussian(zero, pre, curvature, beta=1.0).log_det()  # log 1/2, and log 1
-        tensor(-0.6931, dtype=torch.float64)
-    """
-
-    def __init__(
-        self,
-        mean: Weights,
-        pre: IsotropicGaussian,
-        curvature: LowRankCurvature,
-        beta: float,
-    ) -> None:
-        super().__init__(mean)
-        check_cover(self.mean, curvature.diagonal)
-        check_cover(self.mean, curvature.factor)
-        std = self._flat_std(pre)  # Λ^{1/2}, [k]
-        diagonal = _flat(curvature.diagonal[name] for name in self.mean)
-        stretch = 1 + std**2 * diagonal / beta  # E, [k]
-        self._widths = std * stretch.rsqrt()  # where there are no directions, [k]
-        directions = [curvature.factor[name].double().flatten(1) for name in self.mean]
-        U = torch.cat(directions, dim=1).T  # [k, r]
-        scales = (curvature.scales.double() / beta).sqrt()
-        V = self._widths[:, None] * U * scales
-        squares, R = torch.linalg.eigh(V.T @ V)
-        used = squares > 1e-14 * squares.max()
-        self._squares = squares[used]  # σ², [r]
-        self._directions = V @ R[:, used] / self._squares.sqrt()  # Q, [k, r]
-
-    def sample(self, generator: Generator | None = None) -> ParamDict:  # noqa: D102
-        means = self.mean.values()
-        z = _flat([_randn_like(mean, generator) for mean in means])
-        shrink = 1 - (1 + self._squares).rsqrt()
-        z = z - self._directions @ (shrink * (self._directions.T @ z))  # (I + VVᵀ)^{-1/2} z
-        noises = (self._widths * z).split([mean.numel() for mean in means])
-        drawn = {}
-        for (name, mean), noise in zip(self.mean.items(), noises, strict=True):
-            drawn[name] = mean + noise.view_as(mean).to(mean.dtype)
-        return drawn
-
-    def log_det(self) -> Tensor:  # noqa: D102
-        return 2 * self._widths.log().sum() - self._squares.log1p().sum()
-
-    def kl(self, pre: IsotropicGaussian) -> Tensor:  # noqa: D102
-        shift = self._squared_shift(pre)
-        std = self._flat_std(pre)
-        plain = (self._widths / std) ** 2  # diag(E⁻¹), in units of `pre`
-        shrink = self._squares / (1 + self._squares)
-        trace = plain.sum() - shrink @ (plain @ self._directions**2)
-        log_ratio = 2 * std.log().sum() - self.log_det()
-        return 0.5 * (shift + trace - len(std) + log_ratio)
-
-    def _flat_std(self, pre: IsotropicGaussian) -> Tensor:
-        return _flat(torch.full_like(mean, pre.std[name]) for name, mean in self.mean.items())
 
 
 def post_distribution(
@@ -319,7 +195,7 @@ def post_distribution(
     curvature: Curvature,
     *,
     beta: float = 1.0,
-) -> BlockGaussian | LowRankGaussian:
+) -> WeightGaussian:
     r"""Best Gaussian around trained weights, given the curvature of the loss there.
 
     .. math::
@@ -347,11 +223,9 @@ def post_distribution(
     """
     check_positive(beta=beta)
     mean = named_weights(weights)
-    if isinstance(curvature, LowRankCurvature):
-        return LowRankGaussian(mean, pre, curvature, beta)
     blocks = []
     for block in curvature:
         variance = block_std(block, pre) ** 2
         shrunk = variance / (1 + variance * block.eigenvalues / beta)
         blocks.append(replace(block, eigenvalues=shrunk))
-    return BlockGaussian(mean, blocks)
+    return WeightGaussian(mean, blocks)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo.distributions import (
     CurvatureBlock,
-    LowRankCurvature,
     diagonal_curvature,
     kronecker_curvature,
     layer_curvature,
@@ -22,7 +21,7 @@ from lightning_taskinfo.fisher import KroneckerFactors
 
 class Case(NamedTuple):
     net: nn.Module
-    curvature: list[CurvatureBlock] | LowRankCurvature
+    curvature: list[CurvatureBlock]
     dense: Tensor  # [k, k], in the order of `named_parameters`
 
 
@@ -98,17 +97,6 @@ def neuron_case(net: nn.Module) -> Case:
     return Case(net, blocks, dense)
 
 
-def low_rank_case(net: nn.Module) -> Case:
-    values, dense = diagonal(net)
-    g, scales = torch.Generator().manual_seed(8), torch.tensor([3.0, 0.1, 0.0], dtype=torch.float64)
-    factor = {
-        n: torch.randn(3, *p.shape, generator=g, dtype=torch.float64)
-        for n, p in net.named_parameters()
-    }
-    U = torch.cat([part.flatten(1) for part in factor.values()], 1).T
-    return Case(net, LowRankCurvature(values, factor, scales), dense + U @ torch.diag(scales) @ U.T)
-
-
 def dense_layers(net: nn.Module, factors: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
     k = sum(p.numel() for p in net.parameters())
     dense = torch.zeros(k, k, dtype=torch.float64)
@@ -127,7 +115,6 @@ CASES: dict[str, Callable[[nn.Module], Case]] = {
     "layer": layer_case,
     "neuron": neuron_case,
     "kronecker": kronecker_case,
-    "low_rank": low_rank_case,
 }
 
 

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from lightning_taskinfo.distributions import (
-    LowRankCurvature,
     diagonal_curvature,
     kronecker_curvature,
     layer_curvature,
@@ -41,19 +40,6 @@ def test_weights_that_share_a_block_need_one_prior_width(net):
         ValueError, match=r"`prior_std` must be the same for \('0.weight', '0.bias'\).*\[1.0, 2.0\]"
     ):
         post_distribution(net, pre_distribution(net, prior_std=std), blocks)
-
-
-def test_a_low_rank_curvature_must_cover_every_parameter(net):
-    h = {name: torch.ones_like(p) for name, p in net.named_parameters()}
-    factor = {
-        name: torch.ones(1, *p.shape) for name, p in net.named_parameters() if name != "0.bias"
-    }
-    with pytest.raises(
-        ValueError, match=r"must cover every parameter once, got none or several for \['0.bias'\]"
-    ):
-        post_distribution(
-            net, pre_distribution(net, prior_std=1.0), LowRankCurvature(h, factor, torch.ones(1))
-        )
 
 
 def test_a_layer_with_a_frozen_bias_gives_a_block_of_its_weight(net):
