@@ -130,8 +130,13 @@ def filled_up(
     return take((inputs, targets), lambda x: x[rows.to(x.device)])
 
 
-def joined(parts: list[Any]) -> Any:
+def joined(parts: list[Any], model: nn.Module | None = None) -> Any:
     """Return batches of the same structure as one; sequences with an ``attention_mask`` are padded to one length.
+
+    Args:
+        parts: The batches.
+        model: The network that is called on them, whose padding token is asked for where no batch
+            shows it: some networks find the end of a text by that token, and not by the mask.
 
     Example:
         >>> joined([{"x": torch.zeros(2)}, {"x": torch.ones(1)}])
@@ -145,14 +150,35 @@ def joined(parts: list[Any]) -> Any:
         for name in parts[0]:
             values = [part[name] for part in parts]
             if all(map(_is_sequence, values, masks)):
-                fields[name] = _padded(values, IGNORED if name in TARGETS else 0)
+                fields[name] = _padded(values, _filler(name, values, masks, model))
             else:
-                fields[name] = joined(values)
+                fields[name] = joined(values, model)
         return fields
     if isinstance(parts[0], list | tuple):
         places = zip(*parts, strict=True)
-        return _of_kind(type(parts[0]), [joined([*place]) for place in places])
+        return _of_kind(type(parts[0]), [joined([*place], model) for place in places])
     return parts[0]
+
+
+def _filler(
+    name: str,
+    values: list[Tensor],
+    masks: list[Any],
+    model: nn.Module | None,
+) -> int | float:
+    """Return what a field has at places of padding: what batches have there, or the model's token, or 0."""
+    if name in TARGETS:
+        return IGNORED
+    seen = [x[mask == 0].flatten() for x, mask in zip(values, masks, strict=True)]
+    known = torch.cat(seen).unique()
+    if len(known) == 1:
+        return known.item()
+    if name.endswith("input_ids") and model is not None:
+        for module in model.modules():
+            token = getattr(getattr(module, "config", None), "pad_token_id", None)
+            if isinstance(token, int):
+                return token
+    return 0
 
 
 def joined_targets(parts: list[Tensor]) -> Tensor:
@@ -175,7 +201,7 @@ def _is_sequence(x: Any, mask: Any) -> bool:
     return mask.ndim == 2 and x.shape[1:2] == mask.shape[1:]
 
 
-def _padded(parts: list[Tensor], value: int) -> Tensor:
+def _padded(parts: list[Tensor], value: float) -> Tensor:
     rows = [row for part in parts for row in part]
     return pad_sequence(rows, batch_first=True, padding_value=value)
 

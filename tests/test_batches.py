@@ -314,3 +314,31 @@ def test_the_labelled_part_is_the_only_one_with_labels_or_the_one_that_is_called
     assert labeled_part({"a": X, "b": (X, Y)}) == (X, Y)
     with pytest.raises(ValueError, match="got dict with a, b; set `batch_fn`"):
         read_batch({"a": (X, Y), "b": (X, Y)})
+
+
+PAD = 9
+
+
+def text(lengths: list[int], *, padded: bool) -> dict[str, Tensor]:
+    """Texts, padded with a token of the network's own, or all of one length."""
+    rows = [torch.arange(1, n + 1) for n in lengths]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+    assert padded == bool((ids == PAD).any())
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "token_type_ids": ids * 0}
+
+
+class WithToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(pad_token_id=PAD)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_texts_are_padded_with_the_token_of_the_batches_or_of_the_model(padded):
+    """Some networks find the end of a text by that token, and not by the mask."""
+    first = text([2, 3] if padded else [3, 3], padded=padded)
+    model = None if padded else nn.Sequential(WithToken())
+    whole = joined([first, text([5], padded=False)], model)
+    assert whole["input_ids"][1].tolist() == [1, 2, 3, PAD, PAD]
+    assert whole["attention_mask"][1].tolist() == [1, 1, 1, 0, 0]
+    assert whole["token_type_ids"][1].tolist() == [0] * 5

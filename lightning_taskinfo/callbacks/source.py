@@ -203,14 +203,15 @@ class Source:
 
     def collect(self, batch: Any, last: bool) -> None:
         """Take from a training batch what the pool still misses; with the last of an epoch it is complete."""
-        inputs, targets = self.reader.read(self.trainer.lightning_module, batch)
+        module = self.trainer.lightning_module
+        inputs, targets = self.reader.read(module, batch)
         part = first_samples(inputs, targets, self.missing)
         self.missing -= sample_count(part[0])
         self.collected.append(take(part, lambda x: x.detach().clone()))
         if last or not self.missing:
             every, labels = zip(*self.collected, strict=True)
             known = [targets for targets in labels if targets is not None]
-            self.pool = joined([*every]), joined_targets(known) if known else None
+            self.pool = joined([*every], module), joined_targets(known) if known else None
             self.missing = 0
 
     def read(self, batch: Any) -> Pair:

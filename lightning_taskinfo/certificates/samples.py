@@ -4,11 +4,21 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_taskinfo._batches import (
     NoLogitsError,
@@ -26,6 +36,7 @@ from lightning_taskinfo.functional.tail_bounds import binomial_log_tail, binomia
 Samples: TypeAlias = tuple[Any, Tensor]
 Data: TypeAlias = Samples | Dataset[Any] | DataLoader[Any]
 BATCH = 256  # samples that are collated at a time
+WHOLE = (SequentialSampler, RandomSampler, DistributedSampler)  # samplers that leave nothing out
 UNLIKELY = 1e-3  # more equal inputs than this chance explains are no chance
 
 
@@ -38,9 +49,9 @@ def read_labelled(
 ) -> Samples:
     """Return all inputs and targets.
 
-    A loader's dataset is read in its own order, without the loader's sampler: repeated, reweighted
-    or dropped samples would not be the independent draws that a certificate needs. A random
-    augmentation is applied once.
+    A loader's dataset is read in its own order, without the loader's sampler: repeated or reweighted
+    samples would not be the independent draws that a certificate needs. A loader that may leave some
+    of them out for good is refused. A random augmentation is applied once.
 
     Args:
         data: ``(inputs, targets)``, also as a list; or a dataset of such pairs, or a loader of one.
@@ -50,8 +61,8 @@ def read_labelled(
         reader: How batches are read, if the user says so.
 
     Raises:
-        ValueError: If it is something else, has fewer than 8 samples, or values that are not
-            finite.
+        ValueError: If it is something else, a loader that may leave samples out, has fewer than 8
+            samples, or values that are not finite.
     """
     inputs, targets = read_inputs(
         data, argument=argument, model=model, reader=reader, labelled=True
@@ -94,7 +105,7 @@ def read_inputs(
     own = getattr(data, "data", None)
     if isinstance(own, tuple):  # of a `tasks.PreparedTask`
         data = own
-    batches = [data] if _is_one_batch(data) else _batches_of(data)
+    batches = [data] if _is_one_batch(data) else _batches_of(data, argument)
     if not batches:
         raise ValueError(f"`{argument}` must hold at least 8 samples, got 0.")
     given = []
@@ -110,7 +121,7 @@ def read_inputs(
         if isinstance(targets, Tensor):
             labels.append(targets)
     try:
-        inputs = joined(given)
+        inputs = joined(given, model)
         targets = joined_targets(labels) if labels else None
     except RuntimeError as error:
         raise ValueError(
@@ -130,8 +141,18 @@ def _is_one_batch(data: Any) -> bool:
     return isinstance(data, tuple | Mapping | Tensor)
 
 
-def _batches_of(data: Any) -> list[Any]:
+def _batches_of(data: Any, argument: str) -> list[Any]:
     loader = data if isinstance(data, DataLoader) else DataLoader(data)
+    sampler = loader.sampler
+    whole = isinstance(loader.dataset, IterableDataset) or type(sampler) in WHOLE
+    if isinstance(sampler, WeightedRandomSampler):
+        whole = bool((sampler.weights > 0).all())
+    own: Any = sampler if not whole else loader.batch_sampler
+    if not whole or type(own) not in (BatchSampler, NoneType):
+        raise ValueError(
+            f"`{argument}` must be a loader of all samples of its dataset, got one with {type(own).__name__}, which "
+            "may leave some out; give the samples it takes as a dataset, such as `Subset(dataset, indices)`."
+        )
     return [*DataLoader(loader.dataset, batch_size=BATCH, collate_fn=loader.collate_fn)]
 
 

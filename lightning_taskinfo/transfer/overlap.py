@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._batches import (
+    IGNORED,
     BatchFn,
     Forward,
     NoLogitsError,
@@ -361,8 +362,14 @@ def read_labelled(data: Any, batch_fn: BatchFn | None, folds: int) -> Labelled:
                 "`data` must yield batches with a class index or real values for each input, got labels of shape "
                 f"{shape} for {n} inputs; a dataset of single samples goes into a DataLoader first."
             )
-        given.append(inputs)
-        targets.append(labels.detach().cpu())
+        labels = labels.detach().cpu()
+        counted = labels != IGNORED  # others have no label
+        if not bool(counted.all()):
+            rows = counted.nonzero()[:, 0].tolist()
+            inputs, labels = take((inputs, labels), itemgetter(rows))
+        if len(labels):
+            given.append(inputs)
+            targets.append(labels)
     if not given:
         raise ValueError("`data` must yield batches (inputs, labels), got none.")
     chunk = min(MAX_CHUNK, max(map(len, targets)))

@@ -7,7 +7,12 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_taskinfo.certificates import PRIOR_STDS, Prior, certify, zero_one_loss
 from lightning_taskinfo.certificates.certificate import round_up
@@ -239,6 +244,22 @@ def test_a_loader_is_read_whole_and_in_order(data):
         inputs, targets = read_labelled(source)
         assert torch.equal(inputs, data[0])
         assert torch.equal(targets, data[1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": SubsetRandomSampler(range(50)), "batch_size": 10},
+        {"sampler": WeightedRandomSampler([0.0] + [1.0] * 599, 600), "batch_size": 10},
+        {"batch_sampler": [[0, 1], [2, 3]]},
+    ],
+    ids=["subset", "weights", "batches"],
+)
+def test_a_loader_that_may_leave_samples_out_is_refused(data, options):
+    """A prior that was trained on the samples that are left out would be no prior for those that are read."""
+    loader = DataLoader(TensorDataset(*data), **options)
+    with pytest.raises(ValueError, match="`held_out` must be a loader of all samples"):
+        read_labelled(loader, argument="held_out")
 
 
 def test_a_loader_collates_as_it_does_in_training(data):

@@ -289,3 +289,16 @@ def test_two_folds_and_four_samples_in_each_are_enough():
         ValueError, match="`data` must have at least 40 samples, 4 for each of 10 folds, got 39"
     ):
         feature_overlap(Frozen(3), (randn(39, 4), randn(39)), folds=10)
+
+
+def test_samples_without_a_label_count_for_nothing():
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 4), torch.randint(3, (60,))
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    few = y.clone()
+    few[::4] = -100
+    kept = few != -100
+    found = feature_overlap(net, [(x[:20], few[:20]), (x[20:], few[20:])])
+    expected = feature_overlap(net, [(x[kept], y[kept])])
+    assert found.samples == expected.samples == 45
+    torch.testing.assert_close(found.outside, expected.outside)
