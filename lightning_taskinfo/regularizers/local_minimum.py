@@ -126,6 +126,7 @@ class LocalMinimumRegularizer(Regularizer):
                     f"`model` must keep its weights in float32 or float64, got {p.dtype} for `{name}`: a step of this "
                     "size is lost in half precision. Use mixed precision, e.g. precision='bf16-mixed'."
                 )
+        parts = split_batch(batch, self.parts)  # also before the start: no late surprise
         weight = 0.0
         if self._due(epoch, learning_rate):
             weight = self.schedule(epoch)
@@ -139,7 +140,6 @@ class LocalMinimumRegularizer(Regularizer):
             torch.autocast(p.device.type, enabled=False),
             frozen_batchnorm_statistics(model),
         ):
-            parts = split_batch(batch, self.parts)
             value, gradient = self._value_and_gradient(model, loss_fn, parts, parameters)
         # A number whose gradient is the one computed above.
         for name, p in parameters.items():
@@ -210,5 +210,8 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
         )
     (count,) = lengths
     if count < parts:
-        raise ValueError(f"`batch` must hold at least `parts` = {parts} samples, got {count}.")
+        raise ValueError(
+            f"`batch` must hold at least `parts` = {parts} samples, got {count}; leave out the last, incomplete batch "
+            "of an epoch (`drop_last=True`), or set `parts`."
+        )
     return [*islice(split(batch, count // parts), parts)]

@@ -261,3 +261,17 @@ def test_refuses_a_loss_in_place_of_its_function(start):
     net, batch, loss_fn = problem()
     with pytest.raises(TypeError, match="`loss_fn` must be a function of a batch, got Tensor"):
         LocalMinimumRegularizer(start=start)(net, loss_fn(batch), batch)
+
+
+def test_a_batch_that_is_too_small_is_refused_before_the_start():
+    """And not hours later, in the last batch of an epoch after the learning rate has dropped."""
+    net, batch = nn.Linear(3, 2), (torch.randn(2, 3), torch.tensor([0, 1]))
+    regularizer = LocalMinimumRegularizer(parts=3, start=5)
+
+    def loss_fn(part):
+        return nn.functional.cross_entropy(net(part[0]), part[1])
+
+    with pytest.raises(
+        ValueError, match=r"at least `parts` = 3 samples, got 2; .*`drop_last=True`"
+    ):
+        regularizer(net, loss_fn, batch)
