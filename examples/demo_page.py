@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import math
 import os
 import shutil
@@ -18,7 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_taskinfo.functional.intervals import paired_interval
-from lightning_taskinfo.transfer import StartRanking
+from lightning_taskinfo.transfer import StartRanking, TransferReport
+from lightning_taskinfo.transfer.render import tables
 
 QUESTIONS = ("What is in the weights?", "Will it transfer?", "What can be proved?")
 VERDICT_COLORS = {"helps": "#0f7a43", "hurts": "#b3261e", "cannot tell": "#8a6d00"}
@@ -316,7 +318,7 @@ def write_page(results: dict[str, Any], folder: Path) -> None:
     (folder / "three_answers.png").write_bytes(png(three_answers(results)))
     parts = {
         "weights": weights_details(results),
-        "transfer": transfer_details(results),
+        "transfer": transfer_details(results, folder),
         "proof": proof_details(results),
     }
     sections = []
@@ -368,7 +370,7 @@ def weights_details(results: dict[str, Any]) -> str:
     )
 
 
-def transfer_details(results: dict[str, Any]) -> str:
+def transfer_details(results: dict[str, Any], folder: Path) -> str:
     parts = []
     for name, title in (("starts", "Starts"), ("unlabelled", "With unlabelled target images")):
         rows = [
@@ -380,9 +382,12 @@ def transfer_details(results: dict[str, Any]) -> str:
             for row in results[name]
         ]
         parts.append(html_table([title, "compared with", "points of test error"], rows))
-        parts.append(
-            f'<p><a href="{name}/report/report.md">All results and settings of this experiment</a></p>'
-        )
+        report = TransferReport.load(folder / name / "report")
+        for heading, cells in tables(report, 0.95).items():
+            table = html_table([*cells[0]], [[*row.values()] for row in cells])
+            parts.append(f"<h4>{escape(heading)}</h4>{table}")
+        settings = json.dumps(report.configuration, indent=1, ensure_ascii=False)
+        parts.append(f"<h4>Settings</h4><pre>{escape(settings)}</pre>")
     return "".join(parts)
 
 

@@ -41,6 +41,7 @@ Pair: TypeAlias = tuple[Any, Tensor | None]
 IGNORED = -100  # labels of this value count for nothing
 FEW = 2  # samples that show how a model is called
 TARGETS = ("targets", "target", "labels", "label", "y")  # names of fields that hold them
+CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 NO_FORWARD = (  # where a `forward` is defined that is none
     "torch.nn.modules.module",
     "lightning.pytorch.core.module",
@@ -565,7 +566,7 @@ def _candidates(
         calls = [Call(place)]
         if isinstance(few.inputs, list | tuple):
             required = [p for p in positional if p.default is p.empty]
-            first = len(required) == len(few.inputs)
+            first = len(required) == len(few.inputs) > 1
             calls.insert(0 if first else 1, Call(place, "spread"))
         yield from calls
         if not place and few.targets is not None and len(positional) > 1:
@@ -862,12 +863,9 @@ def _follows(
     for x in tensors(tokens):
         if x.shape == labels.shape and not x.is_floating_point():
             alike.append(x)
-    copied = False
-    if len(alike) == 1:
-        (ids,) = alike
-        copied = _agree(labels, ids)
-        if not copied and _agree(labels[:, :-1], ids[:, 1:]):
-            return False
+    copied = any(_agree(labels, ids) for ids in alike)
+    if not copied and any(_agree(labels[:, :-1], ids[:, 1:]) for ids in alike):
+        return False
     if inner is None:
         return copied and parts.target is not None
     arguments, _ = first_samples(parts.fields, None, FEW)
@@ -875,7 +873,11 @@ def _follows(
         arguments = {_positional(inner)[0].name: arguments}
     arguments.pop(parts.target, None)
     shifts = _loss_shifts(inner, arguments, labels[:FEW])
-    return copied and not _is_encoder_decoder(inner) if shifts is None else shifts
+    if shifts is not None:
+        return shifts
+    base: Any = getattr(inner, "get_base_model", lambda: inner)()  # of adapters
+    named_so = type(base).__name__.endswith(CAUSAL)
+    return (copied or named_so) and not _is_encoder_decoder(base)
 
 
 def _agree(labels: Tensor, tokens: Tensor) -> bool:

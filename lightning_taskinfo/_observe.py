@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,11 @@ def observing_parts(observed: Parts) -> Iterator[None]:
     modes = [module.training for module in modules]
     places = [dict(module._buffers) for module in modules]
     # Parameters that a forward pass writes to: tables whose rows are shortened when they are used.
-    tables: list[Any] = [m for m in modules if getattr(m, "max_norm", None) is not None]
+    tables = [
+        m
+        for m in modules
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None
+    ]
     written = [*buffers, *(table.weight for table in tables)]
     values = [tensor.detach().clone() for tensor in written]
     grads = [p.grad for p in parameters]

@@ -342,3 +342,36 @@ def test_texts_are_padded_with_the_token_of_the_batches_or_of_the_model(padded):
     assert whole["input_ids"][1].tolist() == [1, 2, 3, PAD, PAD]
     assert whole["attention_mask"][1].tolist() == [1, 1, 1, 0, 0]
     assert whole["token_type_ids"][1].tolist() == [0] * 5
+
+
+def test_a_list_of_one_input_stays_a_list():
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(3, 2)
+
+        def forward(self, views):
+            return self.net(views[0])
+
+    x, y = torch.randn(6, 3), torch.randint(2, (6,))
+    model = Views()
+    inputs, _ = read_batch(([x], y), model)
+    assert torch.equal(outputs_of(model, inputs), model([x]))
+
+
+@pytest.mark.parametrize("fields", [{"tokens", "mask"}, {"tokens"}])
+def test_labels_of_a_causal_model_in_a_module_with_names_of_its_own_are_shifted(fields):
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = gpt2()
+
+        def forward(self, tokens, mask=None):
+            return self.model(input_ids=tokens, attention_mask=mask)
+
+    ids = torch.randint(1, 20, (4, 6))
+    batch = {"tokens": ids, "mask": torch.ones_like(ids), "labels": ids.clone()}
+    batch = {name: x for name, x in batch.items() if name in fields | {"labels"}}
+    _, targets = read_batch(batch, Own())
+    assert torch.equal(targets[:, :-1], ids[:, 1:])
+    assert bool((targets[:, -1] == -100).all())

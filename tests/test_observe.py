@@ -293,3 +293,12 @@ def test_a_table_that_is_shortened_when_it_is_used_comes_back():
         net(torch.tensor([[1, 2]]))
         assert not torch.equal(net[0].weight, before)
     assert torch.equal(net[0].weight, before)
+
+
+def test_a_number_of_the_same_name_is_no_table():
+    net = nn.Linear(3, 2)
+    net.max_norm = 1.0  # as for clipping
+    outer = nn.Sequential(net)
+    outer.max_norm = 1.0
+    with observing(outer):
+        outer(torch.randn(2, 3))

@@ -310,7 +310,10 @@ def load_idx(
     folder = Path(folder)
     arrays = {}
     for key, name_of_file in IDX.items():
-        files = sorted(folder.glob(name_of_file.replace("-idx", "[-.]idx") + "*"))
+        found = folder.glob(name_of_file.replace("-idx", "[-.]idx") + "*")
+        files = sorted(
+            path for path in found if path.is_file() and path.name.endswith(("-ubyte", ".gz"))
+        )
         if not files:
             raise FileNotFoundError(
                 f"A folder must hold the idx file {name_of_file}, gzipped or not, but {folder} does not."

@@ -137,9 +137,12 @@ class Fallback:
         """
         _, expected = next(self._looped(inputs, score, parameters))
         self.model.zero_grad()
+        norms = {name: float(torch.linalg.vector_norm(g)) for name, g in expected.items()}
         for name, g in expected.items():
-            error = torch.linalg.vector_norm(found[name][:1] - g)
-            if error > torch.finfo(g.dtype).eps ** 0.5 * torch.linalg.vector_norm(g):
+            eps = torch.finfo(g.dtype).eps
+            # A gradient that is 0 but for rounding, as of the bias of keys, agrees with none.
+            allowed = eps**0.5 * norms[name] + eps**0.75 * max(norms.values())
+            if float(torch.linalg.vector_norm(found[name][:1] - g)) > allowed:
                 raise ValueError(f"it does not see all uses of {name!r}")
 
     def _looped(

@@ -11,13 +11,15 @@ graph where weights may meet samples.
    sample :math:`n` is :math:`a_n` times what it was, which tells :math:`n`: also where a batch was
    sorted, masked or routed to experts.
 
-What was shown for one batch holds for another one only if no operation between uses and outputs can
-move rows by their values. By its name or its settings an operation tells (sorting, a row that is
-selected), a product by what is multiplied: ``onehot.T @ rows`` moves rows as the first factor says.
-What else there may be, such as a mask and a sum, shows when the proof is made again for some of the
-later batches (:class:`Plans`).
+3. Backpropagate infinite scores of some samples. What was shown for one batch holds for another one
+   only if no operation between uses and outputs can move rows by their values. By its name or its
+   settings an operation tells (sorting, a row that is selected). Others move rows by zeros and ones
+   that they multiply with: infinite gradients show where they could flow, as they do not vanish.
+   What else there may be shows when the proof is made again for some of the later batches
+   (:class:`Plans`).
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,11 +41,8 @@ MOVE_ROWS = re.compile(
     "Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding|"
     "Segment|Sparse"
 )
-# Products of two matrices, with the place of the left one.
-PRODUCTS = {"MmBackward0": 0, "BmmBackward0": 0, "AddmmBackward0": 1, "BaddbmmBackward0": 1}
-ATTENTION = "ScaledDotProduct"  # what such operations' names begin with
 
-Axes: TypeAlias = tuple[int, ...]
+Note: TypeAlias = Callable[[int, Sequence[Tensor | None]], None]  # takes gradients of an operation
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,7 +302,8 @@ class Prover:
         behind = graph.behind(rows)
         moving = any(self._may_move(number) for number in behind)
         open_ends = behind & mixed or (behind | {*rows}) & silent or self.unsure
-        plan.lasting = not (moving or open_ends or unshown) and self._independent(mixed)
+        lasting = not (moving or open_ends or unshown) and self._independent(mixed)
+        plan.lasting = lasting and self._apart(rows)
         return plan
 
     def _may_move(self, number: int) -> bool:
@@ -344,8 +344,8 @@ class Prover:
         numbers: list[int],
         by_sample: Tensor | None,
         *,
-        watched: Iterable[int],
-        note: Callable[[int, Sequence[Tensor | None]], None],
+        watched: Iterable[int] = (),
+        note: Note | None = None,
     ) -> list[Tensor | None]:
         """Backpropagate the scores, times a number for each sample, to the outputs of some operations.
 
@@ -359,12 +359,28 @@ class Prover:
             scores = of_samples.view(scores.shape)
         edges = [self.graph.edge(number) for number in numbers]
         nodes = self.graph.nodes
-        handles = [nodes[number].register_prehook(partial(note, number)) for number in watched]
+        handles = [nodes[i].register_prehook(partial(note, i)) for i in watched if note is not None]
         try:
             return [*pulled_back(self.root, edges, scores)]
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _apart(self, rows: dict[int, Rows]) -> bool:
+        """Whether no gradient of a sample can reach rows of another one, whatever the numbers on the way are.
+
+        Infinite scores of some samples make all that they flow into infinite or undefined, also where
+        a zero hides it: in a product with a matrix of zeros and ones, or with a mask. The rows of the
+        others must stay finite.
+        """
+        infinite = torch.zeros_like(self.signs).masked_fill_(self.signs > 0, math.inf)
+        others = self.signs < 0
+        with torch.autograd.set_detect_anomaly(False):  # which would refuse them
+            gradients = self._backward([*rows], infinite)
+        for found, b in zip(rows.values(), gradients, strict=True):
+            if b is not None and not bool(found.samples_first(b)[others].isfinite().all()):
+                return False
+        return True
 
     # 1. Where samples are added up
 
@@ -410,63 +426,14 @@ class Prover:
     def _rows(self, numbers: list[int]) -> dict[int, Rows]:
         """Return which sample each row belongs to, by operation, without those of which a row belongs to several."""
         nobody = torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device)
-        lines = self._lines(self.graph.behind(numbers) | {*numbers})
-        plain, plain_norms = self._with_lines(numbers, None, lines)
-        scaled, scaled_norms = self._with_lines(numbers, self.factors, lines)
+        plain = self._backward(numbers, None)
+        scaled = self._backward(numbers, self.factors)
         found: dict[int, Rows] = {}
         for number, b, c in zip(numbers, plain, scaled, strict=True):
             rows = Rows(index=nobody) if b is None or c is None else self._rows_of(number, b, c)
             if rows is not None:
                 found[number] = rows
-        for line in plain_norms.keys() & scaled_norms.keys():
-            b = plain_norms[line]
-            if self._samples(b, scaled_norms[line], self._floor(b)) is None:
-                self.unsure.add(line[0])
         return found
-
-    def _with_lines(
-        self,
-        numbers: list[int],
-        by_sample: Tensor | None,
-        lines: dict[int, list[Axes]],
-    ) -> tuple[list[Tensor | None], dict[tuple[int, Axes], Tensor]]:
-        """Return the gradients by outputs of some operations, and the norms ``[lines, 1]`` of others' along axes."""
-        norms: dict[tuple[int, Axes], Tensor] = {}
-
-        def note(
-            number: int,
-            gradients: Sequence[Tensor | None],
-        ) -> None:
-            b = gradients[0]
-            for axes in lines[number] if b is not None else ():
-                along = torch.linalg.vector_norm(b, dim=axes)
-                norms[number, axes] = along.view(-1, 1)
-
-        on_the_way = lines.keys() - {*numbers}
-        captured = self._backward(numbers, by_sample, watched=on_the_way, note=note)
-        for number, b in zip(numbers, captured, strict=True):
-            if number in lines:
-                note(number, [b])
-        return captured, norms
-
-    def _lines(self, numbers: set[int]) -> dict[int, list[Axes]]:
-        """Return the products among operations, with the axes along which they must have entries of one sample only.
-
-        A row of the left factor's gradient is made of the same row of the output's, and a column of the right one's of
-        the same column: these stay with their samples, whatever they are multiplied with. A factor does not matter if
-        no gradient of a sample flows into it, as into a weight.
-        """
-        lines: dict[int, list[Axes]] = {}
-        for number in numbers:
-            kind = self.graph.kind(number)
-            if kind.startswith(ATTENTION):
-                lines[number] = [(-2, -1)]
-            if kind not in PRODUCTS:
-                continue
-            factors = self.graph.signature[number][2][PRODUCTS[kind] :]
-            flows = [source is not None and source[0] in numbers for source in factors]
-            lines[number] = [*compress([(-1,), (-2,)], flows)]
-        return lines
 
     def _rows_of(
         self,

@@ -124,13 +124,14 @@ class StepRecorder:
             # What knows nothing of the samples need not be told from what depends on all: so does a
             # sample's loss.
             plan = Prover(graph, samples, alone=graph.signature, root=root).plan()
-        reasons = plan.unshown | _mixing(graph, plan) | counted_twice(graph, plan)
-        for name, kind in reasons.items():
+        plan.unshown |= _mixing(graph, plan) | counted_twice(graph, plan)
+        plan = self.plans.keep(plan)  # which forgets all if one of them was kept before
+        for name, kind in plan.unshown.items():
             raise ValueError(
                 f"it cannot be shown which sample the gradient of {name!r} belongs to: {kind} mixes the samples, or "
                 "is no part of their outputs"
             )
-        return self.plans.keep(plan)
+        return plan
 
     @contextmanager
     def _own_passes(self) -> Iterator[None]:

@@ -100,7 +100,7 @@ def _best_evidence(
         scale = torch.ones_like(scale)
     ratios = RATIOS.to(scale.device) * scale
     step = 10**0.1  # from one ratio to the next
-    steps = torch.arange(-5, 6, device=scale.device)
+    steps = torch.arange(-5, 6, dtype=torch.float64, device=scale.device)
     for _ in range(ROUNDS):
         step = step**0.2
         ratios = ratios[evidence(ratios).argmax()] * step**steps  # [11]

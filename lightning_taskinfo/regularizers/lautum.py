@@ -124,7 +124,7 @@ class Lautum(_base.Regularizer):
             "effective_dim": torch.zeros(()),
             "samples": torch.zeros((), dtype=torch.int64),  # 0: not fitted
             "cov_w": torch.zeros(K, K, dtype=torch.float64),
-            "cov_wx": torch.zeros(K, D, dtype=torch.float64),
+            "cov_wx": torch.zeros(K, components, dtype=torch.float64),
             "steps": torch.zeros((), dtype=torch.int64),
         }
         for name, zeros in buffers.items():
@@ -207,6 +207,8 @@ class Lautum(_base.Regularizer):
             w = w - w.mean(0)  # [B, K]
             if self.first_look(outputs):
                 _warn_of_scale(x[:64] @ self.whitener.T, self.effective_dim)
+            if self.components < len(self.mean):
+                x = x @ self.whitener.T  # a long input is never averaged
             cov_w, cov_wx = self._averages(_covariances(x, w))
             if _finite(cov_w, cov_wx):
                 n = self._effective_samples(len(x) * _base.world_size())
@@ -266,14 +268,16 @@ class Lautum(_base.Regularizer):
         cov_wx: Tensor,
         n: float,
     ) -> Tensor:
-        """Information from the covariance of ``w``, [K, K], and that with the inputs, [K, D].
+        """Information from the covariance of ``w``, [K, K], and that with the inputs, [K, r].
 
-        The latter is whitened, which is less work than whitening the inputs.
+        The latter is whitened here if all components of the inputs count, which is less work than whitening inputs.
         """
         floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
         identity = torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device)
         factor = torch.linalg.cholesky(cov_w + floor * identity)
-        half = (cov_wx.float() @ self.whitener.T).double()  # [K, r]
+        half = cov_wx
+        if self.components == len(self.mean):
+            half = (cov_wx.float() @ self.whitener.T).double()
         whitened = torch.linalg.solve_triangular(factor, half, upper=False)
         fewer = n / (n + float(self.effective_dim))
         squared = torch.linalg.eigvalsh(whitened @ whitened.T) * fewer
@@ -298,7 +302,7 @@ def _warn_of_scale(whitened: Tensor, effective_dim: Tensor) -> None:
 
 
 def _covariances(x: Tensor, w: Tensor) -> Pair:
-    """Covariance of the centred ``w``, [K, K], and of ``w`` with the inputs, [K, D]."""
+    """Covariance of the centred ``w``, [K, K], and of ``w`` with the inputs, [K, r]."""
     n = len(x) - 1
     return (w.T @ w).double() / n, (w.T @ x).double() / n
 

@@ -61,6 +61,10 @@ class TaskEmbedding(Tabled):
 
     def __post_init__(self) -> None:
         check_values("non-negative and finite", vector=self.vector)
+        if len(self.vector) != sum(self.sizes):
+            raise ValueError(
+                f"`vector` must have an entry for each filter, {sum(self.sizes)} by `sizes`, got {len(self.vector)}."
+            )
 
     @property
     def norm(self) -> float:
@@ -123,10 +127,13 @@ class TaskEmbedding(Tabled):
             ValueError: If it is no such file, or damaged.
         """
         values = read_result(path)
-        values["vector"] = torch.tensor(values["vector"], dtype=torch.float64)
-        values["layers"] = tuple(values["layers"])
-        values["sizes"] = tuple(values["sizes"])
-        return cls(**values)
+        try:
+            values["vector"] = torch.tensor(values["vector"], dtype=torch.float64)
+            values["layers"] = tuple(values["layers"])
+            values["sizes"] = tuple(values["sizes"])
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} holds no embedding of a task ({error}).") from error
 
 
 class Recommendation(NamedTuple):

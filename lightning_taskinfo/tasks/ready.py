@@ -340,4 +340,5 @@ def fit_linear_head(
     with torch.no_grad():
         head.weight /= std
         head.bias -= head.weight @ mean
+    head.zero_grad()
     return head

@@ -363,9 +363,8 @@ def read_labelled(data: Any, batch_fn: BatchFn | None, folds: int) -> Labelled:
                 f"{shape} for {n} inputs; a dataset of single samples goes into a DataLoader first."
             )
         labels = labels.detach().cpu()
-        counted = labels != IGNORED  # others have no label
-        if not bool(counted.all()):
-            rows = counted.nonzero()[:, 0].tolist()
+        if not labels.is_floating_point() and bool((labels == IGNORED).any()):  # some have no label
+            rows = (labels != IGNORED).nonzero().flatten().tolist()
             inputs, labels = take((inputs, labels), itemgetter(rows))
         if len(labels):
             given.append(inputs)

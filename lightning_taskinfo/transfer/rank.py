@@ -1,5 +1,6 @@
 """Which pretrained network to start from: read-outs of frozen features, compared on the labels at hand."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -354,7 +355,7 @@ class _Ruler:
         scratch, confidence = self.scratch, self.confidence
         starts = [one.start for one in found.values()]
         by_error = sorted(starts, key=lambda start: start.missed)
-        by_logme = sorted(starts, key=lambda start: -start.logme)
+        by_logme = sorted(starts, key=lambda start: (math.isnan(start.logme), -start.logme))
         ordered = sorted(by_error, key=lambda s: by_error.index(s) + by_logme.index(s))
         losses = {name: one.frozen.squares for name, one in found.items()}
         tuned = {name: one.tuned.squares for name, one in found.items() if one.tuned is not None}

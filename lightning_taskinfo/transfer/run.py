@@ -17,7 +17,7 @@ from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
 from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
-from lightning_taskinfo._ranges import check_counts, check_not_negative
+from lightning_taskinfo._ranges import check_counts, check_not_negative, check_seed
 from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import first_line
 from lightning_taskinfo.transfer.overlap import onset_of
@@ -25,7 +25,7 @@ from lightning_taskinfo.transfer.own import Own
 from lightning_taskinfo.transfer.ready import Ready, Stages
 from lightning_taskinfo.transfer.ready.module import Backbone
 from lightning_taskinfo.transfer.report import Result, TransferReport
-from lightning_taskinfo.transfer.sampling import check_different
+from lightning_taskinfo.transfer.sampling import check_different, count_or_rows
 from lightning_taskinfo.transfer.starts import MakeModule
 from lightning_taskinfo.transfer.training import (
     LoggerKind,
@@ -251,16 +251,19 @@ def group_name(title: str, folder: str | os.PathLike[str]) -> str:
 def _seeds(given: Any) -> list[int]:
     """The seeds, or as many as asked for."""
     if np.ndim(given) == 0:
-        check_counts(seeds=int(given))
-        given = range(given)
+        (count,) = _whole_numbers("seeds", [given])
+        check_counts(seeds=count)
+        given = range(count)
     seeds = _whole_numbers("seeds", given)
     check_not_negative(seeds=min(seeds))
+    check_seed(max(seeds))
     return seeds
 
 
 def _whole_numbers(argument: str, given: Any) -> list[int]:
     """One number or several as a list of Python's own, which names of files and JSON know."""
-    numbers = [int(number) for number in np.atleast_1d(given)]
+    found = count_or_rows(argument, given)
+    numbers = [found] if isinstance(found, int) else found
     check_different(argument, numbers)
     return numbers
 
@@ -268,7 +271,8 @@ def _whole_numbers(argument: str, given: Any) -> list[int]:
 def _check_travels(trial: Trial) -> None:
     """Raise a ``ValueError`` for what other processes cannot import, before anything is trained."""
     try:
-        pickle.dumps(trial)
+        with open(os.devnull, "wb") as nowhere:  # a large start is not held twice
+            pickle.dump(trial, nowhere)
     except Exception as error:  # what cannot be pickled says so in many ways
         raise ValueError(
             "`workers` must be 0 where `model`, a start, `adapt` or `data` cannot be pickled; functions and "

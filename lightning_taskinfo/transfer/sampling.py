@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
-from lightning_taskinfo._batches import read_batch, tensors
+from lightning_taskinfo._batches import IGNORED, read_batch, tensors
 from lightning_taskinfo._files import digest
 from lightning_taskinfo._random import keep_random_states, own_randomness, seed_everything
-from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo._ranges import check_counts, check_finite
 from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.data import ArrayData
 
@@ -283,8 +283,9 @@ class Target:
         digests = []
         with seeded(0):
             for batch in self.train:
-                digests.append(digest(("", tensor) for tensor in tensors(batch)))
+                digests.append(_checked_digest(batch))
                 found.append(_targets(batch))
+            digests += [_checked_digest(batch) for batch in self.test]
         known = all(targets is not None for targets in found)
         return torch.cat(found) if known else None, digest((part, None) for part in digests)
 
@@ -304,6 +305,13 @@ class Target:
         """Return a loader of some training samples as they are, in their order."""
         samples = Subset(self.train.dataset, rows.tolist())
         return DataLoader(samples, self.train.batch_size, collate_fn=self.train.collate_fn)
+
+
+def _checked_digest(batch: Any) -> str:
+    """Return a digest of a batch; refuse numbers that are not finite."""
+    for tensor in tensors(batch):
+        check_finite("data", tensor)
+    return digest(("", tensor) for tensor in tensors(batch))
 
 
 def _targets(batch: Any) -> Tensor | None:
@@ -442,7 +450,16 @@ def chosen_rows(
             raise ValueError(f"`labels` {rule}, got {count}.")
     if labels is None or labels.is_floating_point():
         return np.random.default_rng(seed).permutation(length)
-    classes, y = np.unique(labels.cpu().numpy(), return_inverse=True)
-    options: dict[str, Any] = {"seed": seed, "argument": "data"}
-    split_target(y, len(classes), labels=min(counts), **options)  # enough for all classes
-    return split_target(y, len(classes), labels=length, **options).labeled
+    known = (labels != IGNORED).nonzero().flatten().cpu().numpy()  # others have no label
+    if len(known) < max(counts):
+        raise ValueError(
+            f"`labels` must be at most {len(known)}, the samples with a label, got {max(counts)}."
+        )
+    classes, y = np.unique(labels.cpu().numpy()[known], return_inverse=True)
+    if len(classes) < 2:
+        rule = "must have training samples of at least two classes"
+        raise ValueError(f"`data` {rule}, got class {classes[0]} only.")
+    if min(counts) < len(classes):
+        rule = f"must give every one of the {len(classes)} classes at least one label"
+        raise ValueError(f"`labels` {rule}, got {min(counts)}.")
+    return known[by_turns(y, len(classes), np.random.default_rng(seed))]

@@ -229,3 +229,11 @@ def test_refuses_what_is_no_class_and_no_probability():
         nce(torch.arange(3), labels)
     with pytest.raises(ValueError, match=r"`labels` .*two classes"):
         nce(torch.arange(2), torch.zeros(2).long())
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e15, 1e20])
+def test_logme_does_not_depend_on_the_scale_of_features(scale):
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(40, 6, generator=generator, dtype=torch.float64)
+    labels = torch.arange(40) % 3
+    torch.testing.assert_close(logme(scale * features, labels), logme(features, labels))

@@ -94,8 +94,10 @@ def test_refuses_vectors(vector, message):
 
 
 def test_refuses_sizes_that_do_not_fit():
-    with pytest.raises(RuntimeError, match="sum exactly to 2"):
-        _ = make("a", [1.0, 2.0], sizes=(1, 2)).layer_norms
+    with pytest.raises(
+        ValueError, match="`vector` must have an entry for each filter, 3 by `sizes`, got 2"
+    ):
+        make("a", [1.0, 2.0], sizes=(1, 2))
 
 
 def test_distances_are_those_of_all_pairs(tasks):

@@ -302,3 +302,12 @@ def test_samples_without_a_label_count_for_nothing():
     expected = feature_overlap(net, [(x[kept], y[kept])])
     assert found.samples == expected.samples == 45
     torch.testing.assert_close(found.outside, expected.outside)
+
+
+def test_a_real_label_of_minus_100_is_a_label():
+    """And a row of several labels counts once."""
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 4), torch.randn(60, 2)
+    y[3, 0] = -100.0
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    assert feature_overlap(net, [(x, y)]).samples == 60

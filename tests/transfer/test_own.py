@@ -467,6 +467,10 @@ def test_the_number_of_runs_and_the_time_come_first(capsys):
 ONE_CLASS = (torch.randn(20, 6), torch.zeros(20, dtype=torch.long))
 OUT_OF_RANGE = (DATA["train"][0], DATA["train"][1].clone())
 OUT_OF_RANGE[1][-1] = 7
+NOT_FINITE = (DATA["train"][0].clone(), DATA["train"][1])
+NOT_FINITE[0][5, 0] = float("nan")
+FEW_LABELS = (DATA["train"][0], DATA["train"][1].clone())
+FEW_LABELS[1][4:] = -100
 BAD = {
     "a state dict that does not fit": (
         {"starts": {"a": Deep().state_dict()}},
@@ -541,6 +545,16 @@ BAD = {
     "a logger in trainer": ({"trainer": {"logger": True}}, "`trainer` must leave logger"),
     "methods": ({"methods": ["lautum"]}, "`methods` must be left out"),
     "negative seeds": ({"seeds": [-1]}, "`seeds` must be non-negative and finite, got -1"),
+    "half a label": ({"labels": [9.5]}, "`labels` must be .*9.5"),
+    "half a seed": ({"seeds": [0.5]}, "`seeds` must be .*0.5"),
+    "an input that is no number": (
+        {"data": {"train": NOT_FINITE, "test": DATA["test"]}},
+        "`data` must be finite, got 1 values",
+    ),
+    "too few samples with a label": (
+        {"data": {"train": FEW_LABELS, "test": DATA["test"]}},
+        "`labels` must be at most 4, the samples with a label",
+    ),
 }
 
 

@@ -351,6 +351,8 @@ def _described(value: Any) -> Any:
         return {"name": value.name, "classes": value.num_classes, "sha256": digest(arrays)}
     if isinstance(value, Tensor):
         return digest([("images", value)])
+    if isinstance(value, np.generic):
+        return value.item()
     if not callable(value):
         return value
     try:
