@@ -213,6 +213,8 @@ def sample_count(inputs: Any) -> int:
     Raises:
         ValueError: If there is no tensor, or the lengths differ.
     """
+    if isinstance(inputs, Tensor) and inputs.ndim and inputs.shape[0]:
+        return inputs.shape[0]
     lengths = {len(x) if x.ndim else 0 for x in tensors(inputs)}
     if not lengths:
         raise ValueError(
@@ -275,6 +277,8 @@ class Parts(NamedTuple):
 
 def _parted(batch: Any) -> Parts | None:
     """Tell the targets of a batch from its inputs, by their place or name; ``None`` if neither says it."""
+    if type(batch) in (list, tuple) and _is_pair(batch) and isinstance(batch[0], Tensor):
+        return Parts(batch[0], batch[1], batch[0])  # as a rule, and asked for in every step
     named = _fields_of(batch)
     target = _target_of(named)
     if target is not None:

@@ -303,7 +303,7 @@ class TrainStepNorms(Probe):
         self._numbers: Any = None  # of the samples, until they are added
         self._reads_norms = False
         self._problem: str | None = NOT_READ
-        if self._recorder is not None:
+        if self._recorder is not None and self._recorder.problem != NOT_READ:
             self._recorder.skip(NOT_READ)
 
     @property
