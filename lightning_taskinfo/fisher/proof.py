@@ -10,7 +10,6 @@ graph where weights may meet samples.
 2. Backpropagate :math:`\sum_n a_n u_n` to the uses, with :math:`a_n` that all differ. A row of
    sample :math:`n` is :math:`a_n` times what it was, which tells :math:`n`: also where a batch was
    sorted, masked or routed to experts.
-
 3. Backpropagate infinite scores of some samples. What was shown for one batch holds for another one
    only if no operation between uses and outputs can move rows by their values. By its name or its
    settings an operation tells (sorting, a row that is selected). Others move rows by zeros and ones
@@ -375,8 +374,11 @@ class Prover:
         """
         infinite = torch.zeros_like(self.signs).masked_fill_(self.signs > 0, math.inf)
         others = self.signs < 0
-        with torch.autograd.set_detect_anomaly(False):  # which would refuse them
-            gradients = self._backward([*rows], infinite)
+        try:
+            with torch.autograd.set_detect_anomaly(False):  # which would refuse them
+                gradients = self._backward([*rows], infinite)
+        except Exception:  # of a hook of the user's that takes no such numbers
+            return False
         for found, b in zip(rows.values(), gradients, strict=True):
             if b is not None and not bool(found.samples_first(b)[others].isfinite().all()):
                 return False

@@ -558,3 +558,28 @@ def test_torch_func_serves_weights_whose_gradient_is_rounding():
         norms = per_sample_squared_norms(model, x, y, labels="empirical", engine="per_sample")
         expected = per_sample_squared_norms(model, x, y, labels="empirical", engine="loop")
         torch.testing.assert_close(norms, expected)
+
+
+def test_a_hook_that_refuses_infinite_gradients_is_no_failure():
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.c = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x).tanh()
+            if h.requires_grad:
+                h.register_hook(self.check)
+            return self.c(h)
+
+        def check(self, gradient: Tensor) -> None:
+            if not bool(gradient.isfinite().all()):
+                raise ValueError("not finite")
+
+    torch.manual_seed(0)
+    model = Watched().double()
+    for _ in range(3):
+        x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
+        per_sample_squared_norms(model, x, y, labels="empirical")
+    with torch.autograd.detect_anomaly(check_nan=True):
+        per_sample_squared_norms(nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,)))
