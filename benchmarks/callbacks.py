@@ -7,9 +7,9 @@ tells what a ratio can be trusted to. The seconds inside of the callbacks' own m
 say the same with less noise, except for what reading off a training step does inside of the step. For that, steps with
 and without it take turns at random within one training, where a slow second of the machine falls on both.
 
-What is measured once an epoch, or every 100 steps, is timed on an epoch of 200 steps; what costs the same in every
-step, or only at the end of training, on one of 50. In a longer epoch the measurement after it weighs less. A training
-has four epochs, and the mean of the last three is timed: which rows belong to which sample is shown once more in the
+What is measured once an epoch, or every 100 or 500 steps, is timed on an epoch of 200 steps; what costs the same in
+every step, or only at the end of training, on one of 50. In a longer epoch the measurement after it weighs less. A
+training has four epochs, and the mean of the last three is timed: which rows belong to which sample is shown once more in the
 second epoch, and not in every one. The seconds that the first epoch takes longer inside of the callbacks (the
 measurement before training, and showing that for the first time) are given beside it, as a share of an epoch.
 """

@@ -251,7 +251,7 @@ class TrainStepNorms(Probe):
         print(callback.samples)  # the ten most suspicious samples
     """
 
-    default_every_n_steps = 200
+    default_every_n_steps = 500
     default_at_start = False  # there is no step to read yet
     runs_the_model = False
     ylabel = "mean squared gradient norm"

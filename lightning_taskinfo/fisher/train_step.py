@@ -402,14 +402,12 @@ def _same_order(
     samples: int,
 ) -> Tensor | bool:
     """Whether a loss saw these targets: as they are, or shifted by one as those of a language model."""
-    if not seen.numel() or not seen.dim() or len(seen) % samples:
+    if not seen.dim() or not seen.numel() or len(seen) % samples:
         return False
-    if targets is None:
+    if seen is targets or targets is None:  # the first as a rule
         return len(seen) == samples
     if not isinstance(targets, Tensor) or targets.dim() == 0 or len(targets) != samples:
         return False
-    if seen is targets:  # as a rule
-        return True
     rows = seen.reshape(samples, -1)
     labels = targets.reshape(samples, -1).to(seen.dtype)
     same: Tensor | bool = False
