@@ -9,8 +9,8 @@ and without it take turns at random within one training, where a slow second of 
 
 What is measured once an epoch, or every 100 or 500 steps, is timed on an epoch of 200 steps; what costs the same in
 every step, or only at the end of training, on one of 50. In a longer epoch the measurement after it weighs less. A
-training has four epochs, and the mean of the last three is timed: which rows belong to which sample is shown once more in the
-second epoch, and not in every one. The seconds that the first epoch takes longer inside of the callbacks (the
+training has four epochs, and the mean of the last three is timed: which rows belong to which sample is shown once more
+in the second epoch, and not in every one. The seconds that the first epoch takes longer inside of the callbacks (the
 measurement before training, and showing that for the first time) are given beside it, as a share of an epoch.
 """
 
