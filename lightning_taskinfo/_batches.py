@@ -35,8 +35,8 @@ from lightning_taskinfo._calls import (
     settle_call,
 )
 from lightning_taskinfo._fields import Parts, labeled_part, parted
-from lightning_taskinfo._nested import TARGETS, Pair, described, has_tensors, size, take
-from lightning_taskinfo._next_token import follows
+from lightning_taskinfo._nested import IGNORED, TARGETS, Pair, described, has_tensors, size, take
+from lightning_taskinfo._next_token import follows, reads_ahead
 from lightning_taskinfo._observe import observing
 
 BatchFn: TypeAlias = Callable[[Any], Any]
@@ -197,4 +197,15 @@ def _found_out(
         return call
     inner = inner_model(model)
     prompt = 0 if inner is None else max(0, outputs.shape[1] - labels.shape[1])
-    return replace(call, follows=follows(inner, parts), prompt=prompt)
+
+    def run(inputs: Any) -> Tensor:
+        with observing(model), torch.no_grad():
+            return outputs_of(model, inputs, forward_fn)
+
+    def ahead(tokens: Tensor) -> bool:
+        counted = few.targets != IGNORED
+        if isinstance(few.fields, Mapping) and "attention_mask" in few.fields:
+            counted &= few.fields["attention_mask"] != 0
+        return reads_ahead(run, call.inputs_of(few), tokens[:FEW], counted)
+
+    return replace(call, follows=follows(inner, parts, ahead), prompt=prompt)

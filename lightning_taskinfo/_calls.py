@@ -106,8 +106,9 @@ def kind_of(inputs: Any) -> Any:
 def logits_of(result: Any) -> Tensor:
     """Return the logits among a model's outputs.
 
-    They are a tensor, a field or attribute ``logits``, or the only one of these in a tuple, as in
-    ``(loss, logits)``. A tensor is one of real numbers with an axis of samples.
+    They are a field or attribute ``logits``, or a tensor, or the only one of these in a tuple, as in
+    ``(loss, logits)``; what is called ``logits`` goes before what has no name. A tensor is one of
+    real numbers with an axis of samples.
 
     Raises:
         NoLogitsError: If there is no such thing.
@@ -117,19 +118,26 @@ def logits_of(result: Any) -> Tensor:
         torch.Size([2, 3])
     """
     several = isinstance(result, list | tuple) and not hasattr(result, "logits")
-    found = []
-    for part in result if several else [result]:
-        if isinstance(part, Mapping):
-            part = part.get("logits")
-        part = getattr(part, "logits", part)
-        if isinstance(part, Tensor) and part.ndim and part.is_floating_point():
-            found.append(part)
+    parts = result if several else [result]
+    named = [_field(part, "logits") for part in parts]
+    found = [*filter(_may_be_logits, named)] or [*filter(_may_be_logits, parts)]
     if len(found) == 1:
         return found[0]
     raise NoLogitsError(
         f"the model must return a tensor of outputs, or something with `logits`, got {described(result)}; set "
         "`forward_fn` to a function of (model, inputs) that picks the outputs."
     )
+
+
+def _field(result: Any, name: str) -> Any:
+    """Return a field or attribute of what a model returned; ``None`` if there is none."""
+    if isinstance(result, Mapping):
+        return result.get(name)
+    return getattr(result, name, None)
+
+
+def _may_be_logits(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0 and x.is_floating_point()
 
 
 def outputs_of(

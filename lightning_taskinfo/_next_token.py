@@ -1,6 +1,6 @@
 """Whether the labels of a sequence are those of the next token, as for causal language models."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from lightning_taskinfo._calls import FEW, is_encoder_decoder, positional_parameters, shifted
 from lightning_taskinfo._fields import Parts
-from lightning_taskinfo._nested import IGNORED, first_samples, tensors
+from lightning_taskinfo._nested import IGNORED, first_samples, take, tensors
 from lightning_taskinfo._observe import observing
 
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -18,11 +18,18 @@ CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 def follows(
     inner: nn.Module | None,
     parts: Parts,
+    reads_ahead: Callable[[Tensor], bool],
 ) -> bool:
     """Whether the labels ``[N, T]`` of a sequence are predicted by the outputs at the token before.
 
-    The dataset may have shifted them; then the model's own loss is asked, and where that does not
-    decide, labels that are copies of the tokens are those of the next one.
+    The dataset may have shifted them; then the model's own loss is asked. Where that does not
+    decide, labels that are copies of the tokens are those of the next one, unless the model sees
+    that token already: see :func:`reads_ahead`.
+
+    Args:
+        inner: The Hugging Face model, if there is one.
+        parts: The batch.
+        reads_ahead: Whether outputs depend on later ones of these tokens, ``[N, T]``.
     """
     labels = parts.targets
     tokens = parts.inputs
@@ -32,11 +39,11 @@ def follows(
     for x in tensors(tokens):
         if x.shape == labels.shape and not x.is_floating_point():
             alike.append(x)
-    copied = any(_agree(labels, ids) for ids in alike)
-    if not copied and any(_agree(labels[:, :-1], ids[:, 1:]) for ids in alike):
+    copies = [ids for ids in alike if _agree(labels, ids)]
+    if not copies and any(_agree(labels[:, :-1], ids[:, 1:]) for ids in alike):
         return False
     if inner is None:
-        return copied and parts.target is not None
+        return bool(copies) and parts.target is not None and not reads_ahead(copies[0])
     arguments, _ = first_samples(parts.fields, None, FEW)
     if not isinstance(arguments, Mapping):
         arguments = {positional_parameters(inner)[0].name: arguments}
@@ -45,8 +52,45 @@ def follows(
     if shifts is not None:
         return shifts
     base: Any = getattr(inner, "get_base_model", lambda: inner)()  # of adapters
-    named_so = type(base).__name__.endswith(CAUSAL)
-    return (copied or named_so) and not is_encoder_decoder(base)
+    if is_encoder_decoder(base):
+        return False
+    if copies:
+        return not reads_ahead(copies[0])
+    return type(base).__name__.endswith(CAUSAL)
+
+
+def reads_ahead(
+    run: Callable[[Any], Tensor],
+    inputs: Any,
+    tokens: Tensor,
+    counted: Tensor,
+) -> bool:
+    """Whether outputs at a token depend on later tokens, as those of BERT do, and those of GPT do not.
+
+    All tokens that count are changed but the first of each text, and the outputs at the first are
+    compared.
+
+    Args:
+        run: Returns the outputs of inputs, ``[N, T, C]``.
+        inputs: What the model is called with.
+        tokens: The tokens among them, ``[N, T]``.
+        counted: Which tokens are no padding, ``[N, T]``.
+    """
+    first = counted & (counted.cumsum(1) == 1)
+    later = counted & ~first
+    others = torch.where(tokens == tokens.min(), tokens.max(), tokens.min())
+    changed = torch.where(later, others, tokens)
+
+    def replaced(x: Tensor) -> Tensor:
+        is_tokens = x.shape == tokens.shape and torch.equal(x, tokens)
+        return changed if is_tokens else x
+
+    before = run(inputs)
+    after = run(take(inputs, replaced))
+    change = (after - before).abs().amax(-1)[:, -tokens.shape[1] :]  # behind a learned prompt
+    if not first.any() or not later.any():
+        return False
+    return bool(change[first].max() > 1e-4 * change[later].max())
 
 
 def _agree(labels: Tensor, tokens: Tensor) -> bool:

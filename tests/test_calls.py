@@ -1,5 +1,7 @@
 """Models are called as people call them, and their logits are found among what they return."""
 
+from types import SimpleNamespace
+
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -7,7 +9,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from lightning_taskinfo._batches import Reader, read_batch
-from lightning_taskinfo._calls import outputs_of
+from lightning_taskinfo._calls import NoLogitsError, logits_of, outputs_of
 from tests.callbacks.hugging_face import Sentences, gpt2
 from tests.test_batches import module, our_loss, own_loss
 
@@ -65,3 +67,13 @@ def test_a_list_of_one_input_stays_a_list():
     model = Views()
     inputs, _ = read_batch(([x], y), model)
     assert torch.equal(outputs_of(model, inputs), model([x]))
+
+
+@pytest.mark.parametrize(
+    "named", [lambda x: {"logits": x}, lambda x: SimpleNamespace(logits=x)], ids=["dict", "object"]
+)
+def test_named_logits_go_before_tensors_without_a_name(named):
+    x, features = torch.ones(2, 3), torch.zeros(2, 5)
+    assert logits_of((features, named(x))) is x
+    with pytest.raises(NoLogitsError, match="tuple of"):
+        logits_of((named(x), named(features)))

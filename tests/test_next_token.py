@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from lightning_taskinfo._batches import Reader, read_batch
-from tests.callbacks.hugging_face import MODELS, Sentences, gpt2
+from tests.callbacks.hugging_face import MODELS, Sentences, gpt2, masked_model
 from tests.test_batches import module, needs_labels, our_loss, own_loss, takes_keywords
 
 
@@ -106,3 +106,63 @@ def test_labels_of_a_causal_model_in_a_module_with_names_of_its_own_are_shifted(
     _, targets = read_batch(batch, Own())
     assert torch.equal(targets[:, :-1], ids[:, 1:])
     assert bool((targets[:, -1] == -100).all())
+
+
+def headless(kind):
+    """A Hugging Face model without a head, and with a head of one's own."""
+    from transformers import BertModel
+
+    body = {"BERT": lambda: BertModel(masked_model().config), "GPT-2": lambda: gpt2().transformer}
+
+    class Headed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = body[kind](), nn.Linear(8, 20)
+
+        def forward(self, input_ids, attention_mask=None):
+            states = self.body(input_ids, attention_mask=attention_mask).last_hidden_state
+            return self.head(states)
+
+    return Headed().eval()
+
+
+class Recurrent(nn.Module):
+    """No model of Hugging Face, in one direction or in both."""
+
+    def __init__(self, *, both: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 4)
+        self.body = nn.GRU(4, 4, batch_first=True, bidirectional=both)
+        self.head = nn.Linear(8 if both else 4, 20)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.head(self.body(self.embedding(input_ids))[0])
+
+
+NETWORKS = {
+    "GPT-2": (lambda: headless("GPT-2"), True),
+    "BERT": (lambda: headless("BERT"), False),
+    "one direction": (lambda: Recurrent(both=False), True),
+    "both directions": (lambda: Recurrent(both=True), False),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("padding", ["none", "right", "left", "counted"])
+def test_copies_of_the_tokens_are_shifted_for_networks_that_do_not_see_the_next_one(name, padding):
+    """The labels of an autoencoder or a masked model are copies too, and stand where they are."""
+    make, shifted = NETWORKS[name]
+    torch.manual_seed(0)
+    ids = torch.randint(1, 20, (4, 6))
+    mask = torch.ones_like(ids)
+    if padding == "left":
+        mask[:, :2] = 0
+    elif padding != "none":
+        mask[:, 3:] = 0
+    ids = ids * mask
+    labels = ids if padding == "counted" else ids.masked_fill(mask == 0, -100)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    expected = labels
+    if shifted:
+        expected = torch.cat([labels[:, 1:], torch.full((4, 1), -100)], 1)
+    assert torch.equal(read_batch(batch, make())[1], expected)
