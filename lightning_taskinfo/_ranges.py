@@ -1,7 +1,7 @@
 """Numbers in their range: the one place that refuses negative, infinite and undefined arguments."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, ValuesView
 from functools import partial, reduce
 from numbers import Integral
 from typing import Any
@@ -97,6 +97,8 @@ def check_values(rule: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is None:
             continue
+        if isinstance(value, ValuesView):  # of a dict
+            value = [*value]
         numbers = value
         if not isinstance(value, Tensor):
             numbers = torch.tensor(value, dtype=torch.float64, device="cpu")

@@ -140,3 +140,11 @@ def test_a_prior_std_is_a_number_or_one_word():
 def test_refuses_a_centre_that_is_not_finite(argument, make, value):
     with pytest.raises(ValueError, match=f"`{argument}` must .*'layer.weight'"):
         make({"layer.bias": torch.zeros(2), "layer.weight": torch.tensor([0.0, value])})
+
+
+def test_the_values_of_a_dict_are_numbers_too():
+    check_positive(stds={"a": 1.0, "b": 2.0}.values())
+    with pytest.raises(ValueError, match=r"`stds` must be positive, got -2\.0"):
+        check_positive(stds={"a": 1.0, "b": -2.0}.values())
+    with pytest.raises(ValueError, match=r"`stds` must be positive, got \[\]"):
+        check_positive(stds={}.values())

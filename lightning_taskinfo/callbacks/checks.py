@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import NoLogitsError, Reader, first_samples, sample_count
+from lightning_taskinfo._batches import Reader
+from lightning_taskinfo._calls import NoLogitsError
 from lightning_taskinfo._lightning import Trainer
+from lightning_taskinfo._nested import first_samples, sample_count
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._sharded import gathered_parameters, sharded
 from lightning_taskinfo._warn import warn

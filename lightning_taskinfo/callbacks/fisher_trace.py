@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_taskinfo._batches import sample_count
 from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo._nested import sample_count
 from lightning_taskinfo.callbacks.probe import Probe
 from lightning_taskinfo.callbacks.source import Samples
 from lightning_taskinfo.fisher.accumulators import TraceSums

@@ -23,8 +23,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import Reader, filled_up, size
+from lightning_taskinfo._batches import Reader
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
+from lightning_taskinfo._nested import filled_up, size
 from lightning_taskinfo._observe import layer_of, observing, trainable_parameters
 from lightning_taskinfo._ranges import (
     check_counts,

@@ -18,19 +18,18 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lightning_taskinfo._batches import (
-    Reader,
+from lightning_taskinfo._batches import Reader
+from lightning_taskinfo._fields import is_labeled, labeled_key
+from lightning_taskinfo._lightning import Trainer
+from lightning_taskinfo._nested import (
     first_samples,
-    is_labeled,
     joined,
     joined_targets,
-    labeled_key,
     sample_count,
     size,
     split,
     take,
 )
-from lightning_taskinfo._lightning import Trainer
 from lightning_taskinfo._random import seed_everything
 from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.functional.likelihood import Likelihood, NumberedDraws, as_likelihood

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_taskinfo._batches import sample_count
 from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo._nested import sample_count
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.fisher_trace import by_layer

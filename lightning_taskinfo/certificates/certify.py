@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import IGNORED, Reader, sample_count
+from lightning_taskinfo._batches import Reader
+from lightning_taskinfo._nested import IGNORED, sample_count
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._progress import Progress, counted, shown, silent
 from lightning_taskinfo._ranges import check_counts, check_positive, check_probability

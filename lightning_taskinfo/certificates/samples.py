@@ -20,16 +20,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_taskinfo._batches import (
-    NoLogitsError,
-    Reader,
-    is_labeled,
-    joined,
-    joined_targets,
-    moved,
-    sample_count,
-    tensors,
-)
+from lightning_taskinfo._batches import Reader
+from lightning_taskinfo._calls import NoLogitsError
+from lightning_taskinfo._fields import is_labeled
+from lightning_taskinfo._nested import joined, joined_targets, moved, sample_count, tensors
 from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo.functional.tail_bounds import binomial_log_tail, binomial_upper_bound
 

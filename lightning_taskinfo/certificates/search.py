@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import Reader, outputs_of
+from lightning_taskinfo._batches import Reader
+from lightning_taskinfo._calls import outputs_of
 from lightning_taskinfo._observe import at_least_float32, observing, trainable_parameters
 from lightning_taskinfo._progress import Progress, counted, shown
 from lightning_taskinfo.certificates.certificate import Candidate

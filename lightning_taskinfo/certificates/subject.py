@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._batches import IGNORED, outputs_of, split, take
+from lightning_taskinfo._calls import outputs_of
+from lightning_taskinfo._nested import IGNORED, split, take
 from lightning_taskinfo._observe import HALVES, at_least_float32, trainable_parameters
 from lightning_taskinfo.certificates.samples import Samples
 from lightning_taskinfo.distributions import WeightGaussian

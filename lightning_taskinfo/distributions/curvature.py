@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, unfold
 
-from lightning_taskinfo._batches import sample_count, split, take
+from lightning_taskinfo._nested import sample_count, split, take
 from lightning_taskinfo._observe import (
     ParamDict,
     at_least_float32,

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._batches import take
+from lightning_taskinfo._nested import take
 from lightning_taskinfo._observe import (
     HALVES,
     ParamDict,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._batches import take
+from lightning_taskinfo._nested import take
 from lightning_taskinfo._observe import ParamDict, holding
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo.distributions.curvature import turned

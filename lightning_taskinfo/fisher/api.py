@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._batches import sample_count
+from lightning_taskinfo._nested import sample_count
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo._random import keep_random_states
 from lightning_taskinfo.fisher.accumulators import Gram, Norms, TraceSums

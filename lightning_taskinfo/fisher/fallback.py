@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from lightning_taskinfo._batches import take
+from lightning_taskinfo._nested import take
 from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo._warn import first_line, warn
 from lightning_taskinfo.fisher.graph import Graph, pulled_back

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_taskinfo._batches import sample_count
+from lightning_taskinfo._nested import sample_count
 from lightning_taskinfo._observe import (
     at_least_float32,
     full_precision,

@@ -44,14 +44,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_taskinfo._batches import (
-    call_on,
-    outputs_of,
-    sample_count,
-    take,
-    tensors,
-    with_targets,
-)
+from lightning_taskinfo._batches import with_targets
+from lightning_taskinfo._calls import call_on, outputs_of
+from lightning_taskinfo._nested import sample_count, take, tensors
 from lightning_taskinfo._observe import (
     ParamDict,
     at_least_float32,

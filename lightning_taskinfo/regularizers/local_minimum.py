@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import split, tensors
+from lightning_taskinfo._nested import split, tensors
 from lightning_taskinfo._observe import ParamDict, holding, trainable_parameters
 from lightning_taskinfo._random import keep_random_states
 from lightning_taskinfo._ranges import check_counts, check_positive

@@ -7,8 +7,18 @@ from typing import Any, Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo import _batches
+from lightning_taskinfo._batches import BatchFn, Reader
+from lightning_taskinfo._calls import Forward, NoLogitsError, outputs_of
 from lightning_taskinfo._files import digest
+from lightning_taskinfo._nested import (
+    described,
+    first_samples,
+    moved,
+    sample_count,
+    split,
+    take,
+    tensors,
+)
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo._warn import first_line
@@ -82,8 +92,8 @@ class Task2Vec:
         weight_decay: float = 1e-3,
         seed: int = 0,
         engine: Engine = "auto",
-        forward_fn: _batches.Forward | None = None,
-        batch_fn: _batches.BatchFn | None = None,
+        forward_fn: Forward | None = None,
+        batch_fn: BatchFn | None = None,
     ) -> None:
         if labels not in ("exact", "sampled"):
             raise ValueError(f"`labels` must be 'exact' or 'sampled', got {labels!r}.")
@@ -141,7 +151,7 @@ class Task2Vec:
         tested = None if test is None else self._read(test, "test")
         self._fit(inputs, targets)
         picked = self._pick(len(labels))
-        means = self._fisher(_batches.take(inputs, lambda x: x[picked.to(x.device)]))
+        means = self._fisher(take(inputs, lambda x: x[picked.to(x.device)]))
         error = math.nan
         if tested is not None:
             error = self._error(*tested, classes)
@@ -159,16 +169,16 @@ class Task2Vec:
 
     def _read(self, data: Data, argument: str) -> tuple[Any, Tensor]:
         """Return all inputs and labels, by the user's own function where there is one; the network takes the inputs."""
-        reader = self.batch_fn and _batches.Reader(self.batch_fn, self.forward_fn)
+        reader = self.batch_fn and Reader(self.batch_fn, self.forward_fn)
         inputs, labels = read_labelled(data, argument=argument, model=self.network, reader=reader)
-        few, _ = _batches.first_samples(inputs, None, 2)
+        few, _ = first_samples(inputs, None, 2)
         try:
             with observing(self.network), torch.no_grad():
                 self._outputs(few)
-        except _batches.NoLogitsError:
+        except NoLogitsError:
             raise
         except Exception as error:
-            kinds = ", ".join(f"{x.dtype} {list(x.shape)}" for x in _batches.tensors(inputs))
+            kinds = ", ".join(f"{x.dtype} {list(x.shape)}" for x in tensors(inputs))
             raise ValueError(
                 f"`{argument}` must hold inputs that the network takes, got {kinds} ({first_line(error)})."
             ) from error
@@ -176,8 +186,8 @@ class Task2Vec:
 
     def _outputs(self, inputs: Any) -> Tensor:
         """Run the network, on its own device."""
-        inputs = _batches.moved(inputs, self.device)
-        return _batches.outputs_of(self.network, inputs, self.forward_fn)
+        inputs = moved(inputs, self.device)
+        return outputs_of(self.network, inputs, self.forward_fn)
 
     def _features(self, inputs: Any) -> Tensor:
         """Return what the head gets as input, ``[N, D]``, in float64 on the CPU."""
@@ -185,12 +195,12 @@ class Task2Vec:
         head = self.network.get_submodule(self.head)
         handle = head.register_forward_pre_hook(lambda _, args: seen.extend(args))
         with observing(self.network), torch.no_grad(), handle:
-            for batch in _batches.split(inputs, BATCH):
+            for batch in split(inputs, BATCH):
                 self._outputs(batch)
-        n = _batches.sample_count(inputs)
+        n = sample_count(inputs)
         rows = [len(x) for x in seen if isinstance(x, Tensor) and x.ndim == 2]
         if len(rows) < len(seen) or sum(rows) != n:
-            got = ", ".join(map(_batches.described, seen[:2]))
+            got = ", ".join(map(described, seen[:2]))
             raise ValueError(
                 "`head` must run once a pass, on one tensor [N, D], and is the last nn.Linear where "
                 f"not given; {self.head!r} got {got or 'nothing'}, … for {n} samples."
@@ -204,7 +214,7 @@ class Task2Vec:
         like = next(self.network.parameters())
         head = fitted.to(like).eval().requires_grad_(False)
         self.network.set_submodule(self.head, head)
-        some, _ = _batches.first_samples(inputs, None, 8)
+        some, _ = first_samples(inputs, None, 8)
         try:
             with torch.no_grad():
                 expected = head(features[:8].to(like)).softmax(-1)
@@ -225,7 +235,7 @@ class Task2Vec:
         """Return the mean Fisher information of each weight's filters, float64 on the CPU."""
         diagonal = fisher_diagonal(
             self.network,
-            _batches.moved(inputs, self.device),
+            moved(inputs, self.device),
             labels=self.labels,
             mc_samples=self.mc_samples,
             generator=Generator(self.device).manual_seed(self.seed),
@@ -241,7 +251,7 @@ class Task2Vec:
     def _error(self, inputs: Any, labels: Tensor, classes: Tensor) -> float:
         """Share of wrong answers of the network with its fitted head; a class that was not fitted is always wrong."""
         with observing(self.network), torch.no_grad():
-            batches = _batches.split(inputs, BATCH)
+            batches = split(inputs, BATCH)
             answers = [self._outputs(batch).argmax(-1).cpu() for batch in batches]
         wrong = classes[torch.cat(answers)] != labels.cpu()
         return wrong.double().mean().item()

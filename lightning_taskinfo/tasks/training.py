@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._batches import take
 from lightning_taskinfo._files import digest
+from lightning_taskinfo._nested import take
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters, weights_now
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive

@@ -11,21 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import (
-    IGNORED,
-    BatchFn,
-    Forward,
-    NoLogitsError,
-    call_on,
-    is_labeled,
-    joined,
-    moved,
-    read_batch,
-    read_by,
-    sample_count,
-    take,
-    tensors,
-)
+from lightning_taskinfo._batches import BatchFn, read_batch, read_by
+from lightning_taskinfo._calls import Forward, NoLogitsError, call_on
+from lightning_taskinfo._fields import is_labeled
+from lightning_taskinfo._nested import IGNORED, joined, moved, sample_count, take, tensors
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo._tables import Tabled

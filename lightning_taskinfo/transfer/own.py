@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import IGNORED, moved, outputs_of, read_batch
+from lightning_taskinfo._batches import read_batch
+from lightning_taskinfo._calls import outputs_of
 from lightning_taskinfo._files import claim_folder, write_tensors
 from lightning_taskinfo._lightning import NAMESPACES
+from lightning_taskinfo._nested import IGNORED, moved
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.certificates import Prior, certify

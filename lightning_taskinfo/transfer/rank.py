@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._batches import BatchFn, Forward, take
+from lightning_taskinfo._batches import BatchFn
+from lightning_taskinfo._calls import Forward
+from lightning_taskinfo._nested import take
 from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo._random import own_randomness, seed_from
 from lightning_taskinfo._ranges import check_counts, check_positive

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
-from lightning_taskinfo._batches import IGNORED, read_batch, tensors
+from lightning_taskinfo._batches import read_batch
 from lightning_taskinfo._files import digest
+from lightning_taskinfo._nested import IGNORED, tensors
 from lightning_taskinfo._random import keep_random_states, own_randomness, seed_everything
 from lightning_taskinfo._ranges import check_counts, check_finite
 from lightning_taskinfo._warn import reason_of

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_taskinfo._batches import described, take
 from lightning_taskinfo._files import StrPath, digest
 from lightning_taskinfo._lightning import LightningDataModule
+from lightning_taskinfo._nested import described, take
 from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo._warn import first_line, warn
 from lightning_taskinfo.data import ArrayData, load_task

@@ -1,0 +1,324 @@
+"""How a model is called, and which of its outputs are the logits.
+
+Both are found out with the first inputs, by calling the model on two samples inside ``observing``,
+and remembered as long as the model lives. Models of transformers and peft are known here; neither
+package is imported.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from lightning_taskinfo._fields import Parts
+from lightning_taskinfo._nested import IGNORED, Pair, described, first_samples
+from lightning_taskinfo._observe import observing
+
+Forward: TypeAlias = Callable[[Any, Any], Any]
+
+FEW = 2  # samples that show how a model is called
+NO_FORWARD = (  # where a `forward` is defined that is none
+    "torch.nn.modules.module",
+    "lightning.pytorch.core.module",
+    "pytorch_lightning.core.module",
+)
+
+
+class NoLogitsError(ValueError):
+    """A model returned nothing that could be its logits."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a model is called on the inputs of a batch, and where it predicts the targets.
+
+    Attributes:
+        place: Name of the submodule that is called; nothing for the model itself.
+        how: With the inputs as one argument (``"whole"``), one argument for each (``"spread"``), or
+            one for each by its name (``"named"``).
+        names: Which of the fields of a batch are handed over, or the one that is by itself;
+            ``None`` where inputs have no names.
+        takes_targets: Whether the inputs of a pair are handed over together with the targets.
+        follows: Whether a label belongs to the outputs at the token before it.
+        prompt: Number of tokens that a learned prompt adds in front of a sequence.
+    """
+
+    place: str = ""
+    how: Literal["whole", "spread", "named"] = "whole"
+    names: tuple[str, ...] | str | None = None
+    takes_targets: bool = False
+    follows: bool = False
+    prompt: int = 0
+
+    def read(self, parts: Parts) -> Pair:
+        """Return what the model is called with, and the targets where the outputs predict them."""
+        targets = parts.targets
+        if self.prompt:
+            targets = pad(targets, (self.prompt, 0), value=IGNORED)
+        return self.inputs_of(parts), shifted(targets) if self.follows else targets
+
+    def inputs_of(self, parts: Parts) -> Any:
+        """Return what the model is called with."""
+        if self.takes_targets:
+            return parts.inputs, parts.targets
+        return parts.inputs if self.names is None else self._picked(parts.fields)
+
+    def _picked(self, fields: Mapping[str, Any]) -> Any:
+        if isinstance(self.names, tuple):
+            return {name: fields[name] for name in self.names}
+        return fields if self.names is None else fields[self.names]
+
+    def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Run the model and return its logits."""
+        module = model.get_submodule(self.place)
+        if isinstance(inputs, Mapping):
+            inputs = self._picked(inputs)
+        if self.how == "named":
+            return logits_of(module(**inputs))
+        if self.how == "spread":
+            return logits_of(module(*inputs))
+        return logits_of(module(Fields(inputs) if isinstance(inputs, Mapping) else inputs))
+
+
+class Fields(dict[str, Any]):
+    """A dict whose values are attributes too, as those of a ``BatchEncoding`` or a dataclass."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+known_calls: WeakKeyDictionary[nn.Module, dict[Any, Call]] = WeakKeyDictionary()
+
+
+def kind_of(inputs: Any) -> Any:
+    return tuple(inputs) if isinstance(inputs, Mapping) else type(inputs)
+
+
+def logits_of(result: Any) -> Tensor:
+    """Return the logits among a model's outputs.
+
+    They are a field or attribute ``logits``, or a tensor, or the only one of these in a tuple, as in
+    ``(loss, logits)``; what is called ``logits`` goes before what has no name. A tensor is one of
+    real numbers with an axis of samples.
+
+    Raises:
+        NoLogitsError: If there is no such thing.
+
+    Example:
+        >>> logits_of((torch.tensor(0.7), torch.zeros(2, 3))).shape
+        torch.Size([2, 3])
+    """
+    several = isinstance(result, list | tuple) and not hasattr(result, "logits")
+    parts = result if several else [result]
+    named = [_field(part, "logits") for part in parts]
+    found = [*filter(_may_be_logits, named)] or [*filter(_may_be_logits, parts)]
+    if len(found) == 1:
+        return found[0]
+    raise NoLogitsError(
+        f"the model must return a tensor of outputs, or something with `logits`, got {described(result)}; set "
+        "`forward_fn` to a function of (model, inputs) that picks the outputs."
+    )
+
+
+def _field(result: Any, name: str) -> Any:
+    """Return a field or attribute of what a model returned; ``None`` if there is none."""
+    if isinstance(result, Mapping):
+        return result.get(name)
+    return getattr(result, name, None)
+
+
+def _may_be_logits(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0 and x.is_floating_point()
+
+
+def outputs_of(
+    model: nn.Module,
+    inputs: Any,
+    forward_fn: Forward | None = None,
+) -> Tensor:
+    """Return a model's outputs: a tensor, or the ``logits`` of what it returns.
+
+    Args:
+        model: Any module.
+        inputs: A tensor, or tuples, lists and dicts of tensors, ``N`` samples along the first axis.
+        forward_fn: How to call the model, ``forward_fn(model, inputs)``; found out where ``None``.
+
+    Raises:
+        ValueError: If the model returns no logits.
+
+    Example:
+        >>> outputs_of(nn.Linear(3, 2), torch.zeros(5, 3)).shape
+        torch.Size([5, 2])
+    """
+    if forward_fn is not None:
+        return logits_of(forward_fn(model, inputs))
+    return call_on(model, inputs)(model, inputs)
+
+
+def call_on(model: nn.Module, inputs: Any) -> Call:
+    """Find out how a model is called on inputs; :func:`outputs_of` then calls it so, without trying anything.
+
+    Args:
+        model: Any module.
+        inputs: As for :func:`outputs_of`.
+
+    Raises:
+        Exception: What the first and most natural way to call it raised, where none works.
+    """
+    known = known_calls.setdefault(model, {})
+    kind = kind_of(inputs)
+    if kind not in known:
+        if isinstance(inputs, Tensor) and has_forward(model):
+            return Call()
+        few, _ = first_samples(inputs, None, FEW)
+        known[kind], _ = settle_call(model, Parts(few, None, few))
+    return known[kind]
+
+
+def settle_call(
+    model: nn.Module,
+    few: Parts,
+) -> tuple[Call, Tensor]:
+    """Find out how a model is called, by calling it on a few samples and leaving no trace.
+
+    Args:
+        model: The model.
+        few: The parts of a batch of a few samples. Targets are handed over only if the model does
+            not run without.
+
+    Returns:
+        The call, which is remembered, and its outputs.
+
+    Raises:
+        NoLogitsError: If it runs, and returns no logits.
+        Exception: What the first and most natural way to call it raised, where none works.
+    """
+    first_error: Exception | None = None
+    for call in _candidates(model, few):
+        inputs = call.inputs_of(few)
+        try:
+            with observing(model), torch.no_grad():
+                outputs = call(model, inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # A way to call the model that is not its own fails in any manner, and the next one is
+            # tried.
+            if first_error is None or isinstance(error, NoLogitsError):  # which ran to the end
+                first_error = error
+        else:
+            known_calls.setdefault(model, {})[kind_of(inputs)] = call
+            return call, outputs
+    raise first_error or TypeError(f"{type(model).__name__} has no `forward`")
+
+
+def _candidates(
+    model: nn.Module,
+    few: Parts,
+) -> Iterator[Call]:
+    """Yield the ways to call a model, the most natural one first."""
+    inner = inner_model(model)
+    places = [""] if has_forward(model) else []
+    places += [name for name, module in model.named_modules() if name and module is inner]
+    for place in places:
+        positional = positional_parameters(model.get_submodule(place))
+        if isinstance(few.fields, Mapping):
+            choices = [[*few.fields]]
+            decoder = {"decoder_input_ids", "decoder_inputs_embeds"}
+            if not is_encoder_decoder(inner) or decoder & few.fields.keys():
+                choices.insert(0, [name for name in few.fields if name != few.target])
+            for names in choices:
+                yield from _named_calls(model.get_submodule(place), place, names, inner)
+            continue
+        calls = [Call(place)]
+        if isinstance(few.inputs, list | tuple):
+            required = [p for p in positional if p.default is p.empty]
+            first = len(required) == len(few.inputs) > 1
+            calls.insert(0 if first else 1, Call(place, "spread"))
+        yield from calls
+        if not place and few.targets is not None and len(positional) > 1:
+            yield Call(how="spread", takes_targets=True)  # a model that returns its loss as well
+
+
+def _named_calls(
+    module: nn.Module,
+    place: str,
+    names: list[str],
+    inner: nn.Module | None,
+) -> Iterator[Call]:
+    takes = inspect.signature(module.forward).parameters
+    takes_others = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    known = [name for name in names if takes_others or name in takes]
+    if known:
+        yield Call(place, "named", tuple(known))
+    if len(names) == 1:
+        yield Call(place, names=names[0])
+    yield Call(place, names=tuple(names))
+    if takes_others and inner is not None:  # and may hand on what the inner model does not take
+        takes = inspect.signature(inner.forward).parameters
+        known = [name for name in names if name in takes]
+        yield Call(place, "named", tuple(known))
+
+
+def has_forward(model: nn.Module) -> bool:
+    """Whether a module has a ``forward`` of its own."""
+    return getattr(model.forward, "__module__", "") not in NO_FORWARD
+
+
+def positional_parameters(model: nn.Module) -> list[inspect.Parameter]:
+    """Return what a module's ``forward`` takes by position."""
+    takes = inspect.signature(model.forward).parameters
+    return [p for p in takes.values() if p.kind <= p.POSITIONAL_OR_KEYWORD]
+
+
+def inner_model(model: nn.Module) -> nn.Module | None:
+    """Return the Hugging Face model in a module, adapters included; none if there is no one, or several are trained.
+
+    Args:
+        model: Any module, e.g. a LightningModule that holds the model as an attribute.
+    """
+    kinds = []
+    for package, name in (("transformers", "PreTrainedModel"), ("peft", "PeftModel")):
+        if package in sys.modules:  # otherwise nothing can be one
+            kinds.append(getattr(sys.modules[package], name))
+    models = [*dict.fromkeys(_outermost(model, tuple(kinds)))]
+    if len(models) > 1:  # beside a teacher, say
+        models = [each for each in models if any(p.requires_grad for p in each.parameters())]
+    return models[0] if len(models) == 1 else None
+
+
+def _outermost(
+    module: nn.Module,
+    kinds: tuple[type, ...],
+) -> Iterator[nn.Module]:
+    """Yield the modules of some kinds that are not inside another one of them."""
+    if isinstance(module, kinds):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost(child, kinds)
+
+
+def is_encoder_decoder(model: nn.Module | None) -> bool:
+    """Whether a Hugging Face model makes the inputs of its decoder from the labels."""
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Return labels ``[N, T]`` of which each stands where it is predicted: one place earlier.
+
+    Example:
+        >>> shifted(torch.tensor([[5, 6, 7]]))
+        tensor([[   6,    7, -100]])
+    """
+    return pad(labels, (0, 1), value=IGNORED)[..., 1:]

@@ -1,0 +1,53 @@
+"""Batches of any structure are taken apart and joined."""
+
+from collections import namedtuple
+from operator import itemgetter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_taskinfo._nested import joined, sample_count, take, tensors
+
+Pair = namedtuple("Pair", ["x", "y"])
+X, Y = torch.arange(6.0).view(6, 1), torch.arange(6)
+
+
+@pytest.mark.parametrize(
+    "batch", [X, (X, Y), [X, {"y": Y}], Pair(X, (Y, Y)), {"x": X, "pair": Pair(X, Y)}]
+)
+def test_the_parts_of_a_batch_make_the_batch(batch):
+    parts = [take(batch, itemgetter(slice(start, start + 4))) for start in (0, 4)]
+    whole = joined(parts)
+    assert type(whole) is type(batch)
+    assert sample_count(whole) == 6
+    assert all(torch.equal(a, b) for a, b in zip(tensors(whole), tensors(batch), strict=True))
+
+
+PAD = 9
+
+
+def text(lengths: list[int], *, padded: bool) -> dict[str, Tensor]:
+    """Texts, padded with a token of the network's own, or all of one length."""
+    rows = [torch.arange(1, n + 1) for n in lengths]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+    assert padded == bool((ids == PAD).any())
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "token_type_ids": ids * 0}
+
+
+class WithToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(pad_token_id=PAD)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_texts_are_padded_with_the_token_of_the_batches_or_of_the_model(padded):
+    """Some networks find the end of a text by that token, and not by the mask."""
+    first = text([2, 3] if padded else [3, 3], padded=padded)
+    model = None if padded else nn.Sequential(WithToken())
+    whole = joined([first, text([5], padded=False)], model)
+    assert whole["input_ids"][1].tolist() == [1, 2, 3, PAD, PAD]
+    assert whole["attention_mask"][1].tolist() == [1, 1, 1, 0, 0]
+    assert whole["token_type_ids"][1].tolist() == [0] * 5
