@@ -39,7 +39,8 @@ def fisher_trace(
     .. math:: \operatorname{tr} F(w) = \frac1N \sum_n \mathbb{E}_{y \sim p_w(\cdot|x_n)} \|\nabla_w \log p_w(y|x_n)\|^2
 
     The model is measured in eval mode, in float32 or better, and comes back as it was: modes,
-    buffers, gradients and random states.
+    buffers, gradients and random states. Where it draws random numbers in eval mode, too, each
+    sample has a draw of its own. Hooks on parameters do not run, with a warning.
 
     Args:
         model: Any module; its parameters with ``requires_grad=True`` are measured.

@@ -1,6 +1,6 @@
 """The universal fallback: the gradient of each sample by ``torch.func``, or one sample after the other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, TypeAlias
@@ -44,21 +44,26 @@ class Fallback:
     def gradients(
         self,
         inputs: Any,
+        outputs: Tensor,
         score: Tensor,
         names: set[str],
-        reason: str | None,
+        reason: str,
     ) -> Blocks:
         """Yield blocks of gradients ``[n, *shape]`` of some parameters.
 
         Args:
             inputs: The inputs of a chunk.
-            score: A score of their outputs.
+            outputs: Their outputs. Those of a single sample are pulled back as they are, so that a
+                model that draws random numbers has the score and the gradient of the same ones.
+            score: A score of the outputs.
             names: The parameters.
-            reason: Why the graph does not show them, if that has to be said.
+            reason: Why the graph does not show them.
         """
         parameters = {name: p for name, p in self.model.named_parameters() if name in names}
-        several = len(score) > 1 or self.asked == "per_sample"
-        if self.engine == "per_sample" and several:
+        if len(outputs) == 1 and outputs.requires_grad:
+            yield 0, self._of_one(outputs, score, parameters)
+            return
+        if self.engine == "per_sample":
             blocks = self._vmapped(inputs, score, parameters)
             try:
                 first = next(blocks)
@@ -69,15 +74,15 @@ class Fallback:
                 self.engine = "loop"
                 told = first_line(error)[:80]
                 warn(
-                    f"torch.func cannot run this model ({type(error).__name__}: {told}): {_some(names)} take a "
+                    f"torch.func cannot run this model ({type(error).__name__}: {told}): {some_of(names)} take a "
                     f"backward pass for each of {len(score)} samples; measure fewer where that is too slow "
                     "(`max_samples`)."
                 )
             else:
-                if self.asked == "auto" and reason is not None and not self.named:
+                if self.asked == "auto" and not self.named:
                     self.named = True
                     warn(
-                        f"The graph does not show which sample gradients of {_some(names)} belong to ({reason}); "
+                        f"The graph does not show which sample gradients of {some_of(names)} belong to ({reason}); "
                         "torch.func computes them, which is slower."
                     )
                 yield first
@@ -136,14 +141,15 @@ class Fallback:
         a list.
         """
         _, expected = next(self._looped(inputs, score, parameters))
-        self.model.zero_grad()
         norms = {name: float(torch.linalg.vector_norm(g)) for name, g in expected.items()}
         for name, g in expected.items():
             eps = torch.finfo(g.dtype).eps
             # A gradient that is 0 but for rounding, as of the bias of keys, agrees with none.
             allowed = eps**0.5 * norms[name] + eps**0.75 * max(norms.values())
             if float(torch.linalg.vector_norm(found[name][:1] - g)) > allowed:
-                raise ValueError(f"it does not see all uses of {name!r}")
+                raise ValueError(
+                    f"it does not see all uses of {name!r}, or the model draws random numbers in eval mode"
+                )
 
     def _looped(
         self,
@@ -151,19 +157,28 @@ class Fallback:
         score: Tensor,
         parameters: Parameters,
     ) -> Blocks:
-        """Yield the gradients of one sample after the other, by plain autograd: slow, and right for any model."""
+        """Yield the gradients of one sample after the other: slow, and right for any model."""
         for n in range(len(score)):
             one = itemgetter(slice(n, n + 1))
-            self.model.zero_grad()
-            # `backward`, not `autograd.grad`, which reentrant checkpointing refuses.
             outputs = self.forward(self.model, take(inputs, one))
-            (outputs * one(score)).sum().backward()
-            gradients: ParamDict = {}
-            for name, p in parameters.items():
-                g = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-                gradients[name] = g.detach().unsqueeze(0)
-            yield n, gradients
+            yield n, self._of_one(outputs, one(score), parameters)
+
+    def _of_one(
+        self,
+        outputs: Tensor,
+        score: Tensor,
+        parameters: Parameters,
+    ) -> ParamDict:
+        """Return the gradients of the only sample of a forward pass, by plain autograd."""
         self.model.zero_grad()
+        # Not `autograd.grad`, which reentrant checkpointing refuses.
+        outputs.backward(score, retain_graph=True)
+        gradients: ParamDict = {}
+        for name, p in parameters.items():
+            g = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+            gradients[name] = g.detach().unsqueeze(0)
+        self.model.zero_grad()
+        return gradients
 
 
 def gradients_of_one(
@@ -179,7 +194,7 @@ def gradients_of_one(
     return {name: g.to_dense().unsqueeze(0) for name, g in pairs if g is not None}
 
 
-def _some(names: set[str]) -> str:
+def some_of(names: Collection[str]) -> str:
     """Name the first few."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(sorted(names)[:3]) + more

@@ -91,6 +91,16 @@ class Graph:
         return [source[0] for source in self.signature[number][2] if source is not None]
 
     @cached_property
+    def opaque(self) -> str:
+        """Why nothing can be shown about the graph; empty if something can."""
+        for node in self.nodes:
+            if "CheckpointFunction" in node.name():  # a backward pass goes to the parameters only
+                return "reentrant checkpointing"
+            if any(like.is_nested_tensor for like in node._input_metadata):
+                return "nested tensors"
+        return ""
+
+    @cached_property
     def consumers(self) -> dict[int, list[tuple[int, int, int]]]:
         """By operation: who uses its output, at which place, and which of its outputs."""
         found = defaultdict(list)

@@ -27,11 +27,13 @@ chunks. For each chunk:
 For a chunk of one sample nothing has to be shown: all rows are its own. Parameters whose uses
 cannot be told apart by sample take a slower engine (:mod:`~lightning_taskinfo.fisher.fallback`):
 ``torch.func`` where it can run the model, otherwise a backward pass for each sample. One warning
-names them. Samples that depend on the others of their batch are measured alone.
+names them. Samples whose outputs depend on the others of their batch, or on chance, are measured
+alone, so that score and gradient are those of one forward pass.
 """
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -59,7 +61,7 @@ from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Accumulator, Diagonal, Norms
-from lightning_taskinfo.fisher.fallback import Fallback, Forward, gradients_of_one
+from lightning_taskinfo.fisher.fallback import Fallback, Forward, gradients_of_one, some_of
 from lightning_taskinfo.fisher.graph import Graph, Signature
 from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.fisher.proof import Plan, Plans, Prover, plan_of_one
@@ -149,8 +151,40 @@ def measure(
     _check_targets(targets, n)
     if request.forward_fn is None:
         call_on(model, inputs)  # before anything is watched
-    with observing_once(observed), full_precision(observed), resharding(model):
+    with (
+        observing_once(observed),
+        full_precision(observed),
+        resharding(model),
+        _without_hooks(model, observed.parameters),
+    ):
         return Measurement(model, take(inputs, _usable), targets, request, accumulator).run(n)
+
+
+@contextmanager
+def _without_hooks(
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+) -> Iterator[None]:
+    """Set aside the hooks of parameters, such as masks, and loggers that would take our gradients for a step's.
+
+    The graph is never followed as far as these hooks. The slower engines would run them.
+    """
+    hooked: list[Any] = [p for p in parameters if p._backward_hooks]
+    if hooked:
+        ids = {*map(id, hooked)}
+        names = [name for name, p in model.named_parameters() if id(p) in ids]
+        warn(
+            f"Hooks on {some_of(names)} do not run in a measurement: a gradient that they mask or scale counts as "
+            "it is; `requires_grad=False` leaves a parameter out."
+        )
+    kept = [dict(p._backward_hooks) for p in hooked]
+    try:
+        for p in hooked:
+            p._backward_hooks.clear()
+        yield
+    finally:
+        for p, hooks in zip(hooked, kept, strict=True):
+            p._backward_hooks.update(hooks)
 
 
 def squared_norms_by_name(
@@ -253,9 +287,11 @@ class Measurement:
     def run(self, n: int) -> dict[str, str]:
         """Measure ``n`` samples, chunk by chunk, and return which engine served which parameter."""
         step = min(n, self.request.chunk_size or n)
+        if self.request.engine == "loop":
+            step = 1
         if step > 1 and self.known is None:
             self.known = self._look()
-        if self.request.chunk_size is None and self.known is not None:
+        if self.request.chunk_size is None and step > 1 and self.known is not None:
             chunks = max(1, round(n / self._affordable(self.known)))
             step = math.ceil(n / chunks)  # chunks of about one size
         for start in range(0, n, step):
@@ -270,15 +306,16 @@ class Measurement:
         targets = None if self.targets is None else self.targets[samples]
 
         # 1. Forward. The graph that leads to the outputs has every use of every weight.
-        with torch.set_grad_enabled(self.reads_graph):
+        with torch.set_grad_enabled(self.request.engine != "per_sample"):
             outputs = self._outputs(inputs, samples.stop - samples.start)
         graph = Graph(outputs, self.parameters) if self.reads_graph else None
 
         # 2. Plan: where weights meet samples, and which parameters the graph does not show.
         plan = self._plan(graph, len(outputs))
         if self._mixes(inputs, outputs, plan):
-            plan = None
-            outputs = self._outputs_one_by_one(inputs)
+            for sample in range(samples.start, samples.stop):
+                self._measure_chunk(slice(sample, sample + 1))
+            return
         others = self._for_other_engines(plan, len(outputs))
 
         def receive(
@@ -296,8 +333,8 @@ class Measurement:
                 # 6. and what is asked of these is accumulated.
                 backward(graph, plan, scores, receive, without=others, retain_graph=not last)
             for score in scores if others else ():
-                reason = self._reason(plan, others)
-                blocks = self.fallback.gradients(inputs, score, others, reason)
+                reason = plan.unshown.get(min(others), "") if plan else graph and graph.opaque
+                blocks = self.fallback.gradients(inputs, outputs, score, others, reason or "")
                 if graph is not None and self.sharded:
                     blocks = iter([(0, gradients_of_one(graph, score))])
                 for first, found in blocks:
@@ -322,7 +359,7 @@ class Measurement:
                 f"`model` must return one row of outputs a sample: expected [{count}, ...] for {count} inputs, "
                 f"got {list(outputs.shape)}."
             )
-        if self.reads_graph and torch.is_grad_enabled() and not outputs.requires_grad:
+        if torch.is_grad_enabled() and not outputs.requires_grad:
             raise ValueError(
                 "`model` must return outputs that depend on its trainable parameters by autograd."
             )
@@ -338,7 +375,7 @@ class Measurement:
         if self.reads_graph:
             graph = Graph(outputs, self.parameters)
             known.alone = graph.signature
-            for number in graph.uses(set()):
+            for number in () if graph.opaque else graph.uses(set()):
                 known.elements += math.prod(graph.signature[number][1][0])
             if not self.sharded:
                 _KNOWN[self.model] = known
@@ -357,8 +394,8 @@ class Measurement:
         n: int,
     ) -> Plan | None:
         """Return where weights meet samples in a graph, and which sample each row belongs to: known, or shown now."""
-        if graph is None or any("CheckpointFunction" in node.name() for node in graph.nodes):
-            return None  # reentrant checkpointing allows a backward pass to the parameters only
+        if graph is None or graph.opaque:
+            return None
         if n == 1:
             whole = plan_of_one(graph)
             return None if whole is not None and counted_twice(graph, whole) else whole
@@ -396,19 +433,20 @@ class Measurement:
                 first = self._outputs(_row(inputs, 0), 1) if self.alone is None else self.alone
                 last = self._outputs(_row(inputs, len(outputs) - 1), 1)
                 self.mixing = _differ(torch.cat([first, last]), outputs.detach())
+            if self.mixing and self.sharded:  # processes would not run the same passes any more
+                raise ValueError(
+                    "`model` must be unsharded: its outputs for a sample depend on the others of its batch, or on "
+                    "chance."
+                )
             if self.mixing:
                 warn(
-                    "The model's outputs for a sample depend on the others of its batch; each is measured alone."
+                    "The model's outputs for a sample depend on the others of its batch, or on chance; each sample is "
+                    "measured alone."
                 )
             elif plan is not None:
                 plan.seen = True
         self.alone = None  # it was the first sample of the first chunk
         return bool(self.mixing) and len(outputs) > 1
-
-    def _outputs_one_by_one(self, inputs: Any) -> Tensor:
-        rows = [_row(inputs, i) for i in range(sample_count(inputs))]
-        with torch.no_grad():
-            return torch.cat([self._outputs(row, 1) for row in rows])
 
     # --- What the graph does not show
 
@@ -434,16 +472,6 @@ class Measurement:
                 f"The graph does not show {named}; other engines need unsharded weights."
             )
         return self.unshown
-
-    def _reason(
-        self,
-        plan: Plan | None,
-        names: set[str],
-    ) -> str | None:
-        """Return why the graph does not show some parameters, unless that has been said."""
-        if self.mixing:
-            return None
-        return "reentrant checkpointing" if plan is None else plan.unshown.get(min(names), "")
 
 
 def _check_modules(

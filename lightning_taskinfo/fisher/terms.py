@@ -271,6 +271,8 @@ class Arrivals:
         scores: Tensor | None,
     ) -> None:
         """Take the gradients ``[S, ...]`` by an operation's output; None if there are none."""
+        if scores is not None:
+            scores = at_least_float32(scores)
         for one in self.waiting.pop(operation):
             one.add(operation, scores)
             found = None if one.waiting else one.whole()
@@ -286,9 +288,7 @@ class Arrivals:
         if operation not in self.waiting:
             return
         b = gradients[0]
-        if b is not None:
-            b = at_least_float32(b.detach()).unsqueeze(0)
-        self.add(operation, b)
+        self.add(operation, None if b is None else b.detach().unsqueeze(0))
 
 
 def backward(

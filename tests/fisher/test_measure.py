@@ -114,7 +114,6 @@ WARNED = {
     "embedding by frequency": "The graph does not show",
 }
 PARTLY = {  # case -> the parameters that are left to the fallback
-    "mixing": {"a.weight", "a.bias", "c.weight", "c.bias"},
     "embedding by frequency": {"0.weight"},
     "reentrant checkpoint": {f"body.{i}.{p}" for i in (0, 2) for p in ("weight", "bias")}
     | {"first.weight", "first.bias", "c.weight", "c.bias"},
