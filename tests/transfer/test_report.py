@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from lightning_taskinfo.transfer.render import tables
-from lightning_taskinfo.transfer.report import TransferReport
+from lightning_taskinfo.transfer.report import TransferReport, is_higher_better
 from tests.transfer.results import METHODS, minimal, report, result
 
 
@@ -351,3 +351,24 @@ def test_a_prediction_far_from_the_labels_is_called_extrapolated(middle, said):
     results = [replace(row, overlap=overlap) for row in made.results]
     table = tables(TransferReport(results, {}, "name"), 0.95)[MISSED]
     assert {[*row.values()][-1] for row in table} == {said}
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "higher"),
+    [
+        ("test_acc", None, True),
+        ("val_rmse", None, False),
+        ("brier_score", "min", False),
+        ("mIoU", "max", True),
+    ],
+)
+def test_a_metric_is_better_as_its_mode_or_its_name_says(metric, mode, higher):
+    assert is_higher_better(metric, mode) is higher
+
+
+@pytest.mark.parametrize(
+    "metric", ["dice", "brier_score", "negative_log_likelihood", "accuracy_loss"]
+)
+def test_a_name_that_does_not_say_which_is_better_needs_a_mode(metric):
+    with pytest.raises(ValueError, match=f"`mode` must be 'min' or 'max' .*'{metric}', got None"):
+        is_higher_better(metric, None)
