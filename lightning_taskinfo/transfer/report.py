@@ -363,18 +363,16 @@ class TransferReport:
     def __str__(self) -> str:
         return self.to_terminal()
 
-    def to_terminal(
-        self,
-        confidence: float = 0.95,
-        *,
-        width: int | None = None,
-    ) -> str:
-        """Return the main table for a terminal of ``width`` columns, and the findings as sentences."""
-        return render.to_terminal(self, confidence, width)
+    def to_terminal(self, confidence: float = 0.95) -> str:
+        """Return the main table, and the findings as sentences."""
+        return render.to_terminal(self, confidence)
 
     def figures(self, confidence: float = 0.95) -> dict[str, "Figure"]:
-        """Return every figure for which there are numbers, by the name of its file; none without matplotlib."""
-        return render.draw_all(self, confidence) if find_spec("matplotlib") else {}
+        """Return the figure by the name of its file; none without matplotlib."""
+        if find_spec("matplotlib") is None:
+            return {}
+        figure, _ = render.plot_accuracy(self, confidence)
+        return {"accuracy": figure}
 
     def save(
         self,
