@@ -16,7 +16,6 @@ ELSEWHERE = {  # module -> the test of what it is a part of
     "transfer/ready/data.py": "transfer/test_transfer_data.py",
     "transfer/ready/module.py": "transfer/test_module.py",
     "transfer/run.py": "transfer/test_transfer_run.py",
-    "transfer/starts.py": "transfer/test_own.py",
     "transfer/training.py": "transfer/test_own.py",
 }
 SUBJECTS = {  # test of several modules -> what it is about

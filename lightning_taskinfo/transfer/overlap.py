@@ -18,7 +18,7 @@ from lightning_taskinfo._nested import IGNORED, joined, moved, sample_count, tak
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo._tables import Tabled
-from lightning_taskinfo._warn import warn
+from lightning_taskinfo._warn import first_line, warn
 from lightning_taskinfo.callbacks.report import spread
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.intervals import normal_quantile
@@ -340,6 +340,9 @@ def read_labelled(data: Any, batch_fn: BatchFn | None, folds: int) -> Labelled:
     """
     if isinstance(data, Mapping) or is_labeled(data):
         data = [data]
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        rule = "batches (inputs, labels), or one, such as a DataLoader"
+        raise TypeError(f"`data` must be {rule}, got a {type(data).__name__}.")
     given = []
     targets = []
     for batch in data:
@@ -361,7 +364,11 @@ def read_labelled(data: Any, batch_fn: BatchFn | None, folds: int) -> Labelled:
     if not given:
         raise ValueError("`data` must yield batches (inputs, labels), got none.")
     chunk = min(MAX_CHUNK, max(map(len, targets)))
-    samples, whole = joined(given), torch.cat(targets)
+    try:
+        samples, whole = joined(given), torch.cat(targets)
+    except RuntimeError as error:
+        rule = "must have batches of one shape, or an `attention_mask` beside padded sequences"
+        raise ValueError(f"`data` {rule} ({first_line(error)}).") from error
     for tensor in tensors((samples, whole)):
         check_finite("data", tensor)
     return Labelled(samples, whole, _columns(whole, folds), chunk)
@@ -475,6 +482,8 @@ class ObservedNetwork:
         if layers is None:
             found_once = [name for name in self.modules if name in self.seen]
             layers = [name for name in found_once if not any(self.modules[name].children())]
+        if isinstance(layers, str):
+            layers = [layers]
         for name in layers:
             if name not in self.seen:
                 raise ValueError(

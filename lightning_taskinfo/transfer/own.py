@@ -1,5 +1,6 @@
 """The user's own recipe: their module, from each of their starts, adapted in each way, on a few target labels."""
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,7 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from lightning_taskinfo.certificates import Prior, certify
 from lightning_taskinfo.certificates.certify import FEWEST
 from lightning_taskinfo.certificates.samples import check_fresh, read_inputs
 from lightning_taskinfo.transfer import starts as reading
+from lightning_taskinfo.transfer.report import is_higher_better
 from lightning_taskinfo.transfer.sampling import (
     Loader,
     Rows,
@@ -44,6 +46,7 @@ from lightning_taskinfo.transfer.training import (
     RunLog,
     Trial,
     Values,
+    check_trainer,
     make_trainer,
     quiet,
 )
@@ -55,7 +58,7 @@ MOST_FRESH = 5000  # inputs to compare predictions on
 TRIED = 3  # training steps to estimate a time from
 LENGTHS = {"max_epochs", "max_steps", "max_time"}
 VALIDATION = {"limit_val_batches", "check_val_every_n_epoch", "val_check_interval"}
-RESERVED = ("logger", "default_root_dir", *SILENT)
+RESERVED = ("logger", "default_root_dir", "accelerator", "devices", "num_nodes", *SILENT)
 
 
 class Own(Recipe):
@@ -91,7 +94,7 @@ class Own(Recipe):
         adapt: Sequence[Adapt] | str,
         *,
         metric: str | None,
-        mode: str | None,
+        mode: Literal["min", "max"] | None,
         trainer: Mapping[str, Any] | None,
         batch_size: int | None,
         certify: bool | None,
@@ -99,53 +102,70 @@ class Own(Recipe):
         if isinstance(make, nn.Module) or not callable(make):
             rule = "the class of your LightningModule, or a function that makes it, beside `starts`"
             raise TypeError(f"`model` must be {rule}, got a {type(make).__name__}.")
-        self.trainer = {**(trainer or {})}
-        for name in RESERVED:
-            if name in self.trainer:
-                value = self.trainer[name]
-                raise ValueError(f"`trainer` must leave {name} to transfer, got {value!r}.")
-        if not LENGTHS & {*self.trainer}:
-            self.trainer["max_epochs"] = 20
-        self.target = read_target(data, batch_size)
-        target: Any = self.target
-        size = len(target.train.dataset)
-        self.labels = labels or [size]
-        self.seeds = seeds
+        if metric is not None:
+            is_higher_better(metric, mode)
+        elif mode is not None:
+            raise ValueError(f"`mode` must be left out without `metric`, got {mode!r}.")
         self.metric = metric
-        self.accelerator = accelerator
         self.certify = certify
+        self.target = read_target(data, batch_size)
+        self.seeds = seeds
         with generators_kept():
-            self.starts = _read_starts(make, starts)
-            self.ways = self._checked_ways([adapt] if isinstance(adapt, str) else adapt)
+            self.starts = _read_starts(make, starts, next(iter(self.target.test)))
             self.origins = {name: self.starts[name].origin() for name in starts}
             module = self.starts[SCRATCH].module(0)
             self.namespace = str(reading.namespace_of(module))
             self.title = f"{type(module).__name__} from {', '.join(starts)}"
-            classes, fingerprint = target.labels()
-            if classes is not None and not classes.is_floating_point():
-                for start in {start.make: start for start in self.starts.values()}.values():
-                    self._check_range(classes, start.module(0))
-            elif certify:
-                rule = "`certify` must go with one class for each sample"
-                raise ValueError(f"{rule}, got targets that are none.")
-            self.rows = {}
-            for seed in seeds:
-                rows = chosen_rows(classes, size, self.labels, seed)
-                if certify:  # equal shares of classes would be no independent draws
-                    rows = np.random.default_rng(seed).permutation(size)
-                    check_certified(target, rows, max(self.labels), module)
-                self.rows[seed] = rows
+            self.options = _trainer_options(trainer, accelerator, self.namespace)
+            self.ways = _named_ways([adapt] if isinstance(adapt, str) else adapt)
+            self.trained = self._trained_parameters()
+            fingerprint = self._choose_rows(labels, module)
             logged, self.seconds = self._tried()
         self.configuration = {
             "version": VERSION,
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
-            "data": {"training": fingerprint, "samples": size, "test": len(target.test.dataset)},
-            "batch_size": target.train.batch_size,
-            "trainer": {option: _plain(value) for option, value in self.trainer.items()},
+            "data": fingerprint,
+            "batch_size": self.target.train.batch_size,
+            "trainer": {
+                option: _plain(value)
+                for option, value in self.options.items()
+                if option != "accelerator"
+            },
             "metric": logged,
             "mode": mode,
             "certify": bool(certify),
         }
+
+    def _choose_rows(self, labels: Sequence[int] | None, module: Any) -> Values:
+        """Read all samples, choose those that are labelled, and return what the data are known by."""
+        target: Any = self.target
+        size = len(target.train.dataset)
+        self.labels = labels or [size]
+        classes, tested, samples = target.labels()
+        for found in (classes, tested):
+            if found is not None and not found.is_floating_point():
+                for start in {start.make: start for start in self.starts.values()}.values():
+                    self._check_range(found, start.module(0))
+            elif self.certify:
+                rule = "`certify` must go with one class for each sample"
+                raise ValueError(f"{rule}, got targets that are none.")
+        self.rows = {}
+        for seed in self.seeds:
+            rows = chosen_rows(classes, size, self.labels, seed)
+            if self.certify:  # equal shares of classes would be no independent draws
+                rows = np.random.default_rng(seed).permutation(size)
+                check_certified(target, rows, max(self.labels), module)
+            self.rows[seed] = rows
+        return {"training": samples, "samples": size, "test": len(target.test.dataset)}
+
+    def _trained_parameters(self) -> dict[tuple[str, str], list[str]]:
+        """Try every way on every start; return names of what is trained then."""
+        found = {}
+        for (name, start), (way, given) in product(self.starts.items(), self.ways.items()):
+            if name != SCRATCH:
+                module = adapted(start.module(0), given, start.head)
+                found[name, way] = [*trainable_parameters(module)]
+        return found
 
     def trials(self, root: Path, log: RunLog) -> list[Trial]:
         """Return all trainings, scratch in full and the others in every way."""
@@ -179,6 +199,8 @@ class Own(Recipe):
                 if not path.exists():
                     write_tensors(path, start.weights)
                 self.starts[name] = replace(start, weights=path)
+        for (name, way), trained in self.trained.items():
+            claim_folder(root / "starts" / name / f"adapted-{way}", {"trained": ", ".join(trained)})
 
     def job(self, trial: Trial) -> Job:
         """Return a start, adapted, with the loaders of its labelled samples."""
@@ -191,15 +213,13 @@ class Own(Recipe):
             way = self.ways[trial.way]
             others = "said to be pretrained on other samples than the certified ones"
             origin = f"the start {trial.start!r}, {others}"
-        module = adapted(start.module(seed), way, start.fresh)
+        module = adapted(start.module(seed), way, start.head)
         rows = self.rows[seed]
         fit: Values = {"train_dataloaders": target.train_loader(rows[: trial.labels], seed)}
         # Epochs of a few labels are too short for validation to be the default.
-        if target.validation is not None and VALIDATION & {*self.trainer}:
+        if target.validation is not None and VALIDATION & {*self.options}:
             fit["val_dataloaders"] = target.validation
         loader = target.test
-        options = {"accelerator": self.accelerator, **self.trainer}
-        options["callbacks"] = deepcopy(list(options.get("callbacks", [])))
         # What is frozen costs nothing.
         prior = Prior.of(module, origin=origin) if self.certify else None
 
@@ -219,19 +239,10 @@ class Own(Recipe):
             seeds=(seed, STREAM),
             fit=fit,
             test=None if self.metric is None else {"dataloaders": loader},
-            options=options,
+            options={**self.options, "callbacks": deepcopy(self.options["callbacks"])},
             weights=weights,
             after=after,
         )
-
-    def _checked_ways(self, ways: Sequence[Adapt]) -> dict[str, Adapt]:
-        """Ways to adapt by name, each tried on each start."""
-        named = {reading.way_name(way): way for way in ways}
-        check_different("adapt", [reading.way_name(way) for way in ways])
-        for (name, start), way in product(self.starts.items(), ways):
-            if name != SCRATCH:
-                adapted(start.module(0), way, start.fresh)
-        return named
 
     def _check_range(self, labels: Tensor, module: Any) -> None:
         """Raise a ``ValueError`` for a class that the module has no output for, where that can be seen."""
@@ -270,7 +281,6 @@ class Own(Recipe):
             "callbacks": [*job.options["callbacks"], clock],
             "logger": False,
             "max_steps": TRIED,
-            "max_epochs": -1,
             "limit_test_batches": 1,
             "limit_val_batches": 0,
         }
@@ -283,6 +293,8 @@ class Own(Recipe):
                     logged: Mapping[str, float] = own_error(job.module, loader, 1)
                 else:
                     logged = trainer.test(job.module, dataloaders=loader, verbose=False)[0]
+            if not ends:
+                raise ValueError("`trainer` must train for one step at least, got none.")
             test = time.perf_counter() - ends[-1]
         except ValueError:
             raise
@@ -301,22 +313,59 @@ class Own(Recipe):
         return metric, ends[0] - begun + steps * step + len(loader) * test
 
 
-def _read_starts(make: MakeModule, starts: Mapping[str, Given]) -> dict[str, Start]:
-    """Scratch, and the user's starts."""
-    if not starts:
-        raise ValueError("`starts` must hold at least one start beside scratch, got none.")
+def _trainer_options(trainer: Any, accelerator: str, namespace: str) -> Values:
+    """What every Trainer is made with, 20 epochs where the user says no length.
+
+    Raises:
+        ValueError: If an option is unknown, or is left to this package.
+    """
+    options: Values = {**(trainer or {})}
+    if not LENGTHS & {*options}:
+        options["max_epochs"] = 20
+    for name in RESERVED:
+        if name in options:
+            raise ValueError(f"`trainer` must leave {name} to transfer, got {options[name]!r}.")
+    callbacks = options.get("callbacks") or []
+    options["callbacks"] = callbacks if isinstance(callbacks, list) else [callbacks]
+    check_trainer("`trainer` must hold options of Lightning's Trainer", namespace, options)
+    return {"accelerator": accelerator, **options}
+
+
+def _named_ways(ways: Sequence[Adapt]) -> dict[str, Adapt]:
+    """Ways to adapt by name."""
+    names = [reading.way_name(way) for way in ways]
+    check_different("adapt", names)
+    return dict(zip(names, ways, strict=True))
+
+
+def _read_starts(
+    make: MakeModule,
+    starts: Mapping[str, Given],
+    batch: Any,
+) -> dict[str, Start]:
+    """Scratch, and the user's starts; a batch shows which layer is the last one of each."""
+    if not isinstance(starts, Mapping) or not starts:
+        rule = "must hold at least one start by its name"
+        raise ValueError(f"`starts` {rule}, got {starts!r}.")
     reading.make_module(make)
     read = {SCRATCH: Start(make, {})}
     for name, given in starts.items():
-        if name == SCRATCH or not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+        known = isinstance(name, str) and re.fullmatch(r"[\w.-]+", name, re.ASCII)
+        if name == SCRATCH or not known:
             rule = "names of letters, digits, dots, dashes and underscores other than 'scratch'"
             raise ValueError(f"`starts` must have {rule}, got {name!r}.")
-        read[name] = reading.read_start(f"starts[{name!r}]", given, make)
+        start = reading.read_start(f"starts[{name!r}]", given, make)
+        read[name] = replace(start, last=reading.last_layer(start.module(0), batch))
     return read
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | None) else repr(type(value))
+    """An option of the Trainer in JSON's types, callbacks by what Lightning tells them apart by."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, str | int | float | None):
+        return value
+    return getattr(value, "state_key", repr(type(value)))
 
 
 @torch.no_grad()
@@ -333,7 +382,8 @@ def own_error(
     total = count = 0.0
     with observing(module):
         for batch in islice(loader, batches):
-            inputs, truth = read_batch(moved(batch, module.device), module)
+            batch = moved(module.on_before_batch_transfer(batch, 0), module.device)
+            inputs, truth = read_batch(module.on_after_batch_transfer(batch, 0), module)
             if truth is None:
                 raise ValueError(
                     "`metric` must be given where the targets of a test batch are not plain."
@@ -350,6 +400,8 @@ def own_error(
                 rule = "must be given where outputs are no scores of classes"
                 shapes = f"outputs {list(outputs.shape)} for targets {list(truth.shape)}"
                 raise ValueError(f"`metric` {rule}, got {shapes}.")
+            if outputs.isnan().any():  # the largest of them is no prediction
+                total = math.nan
             total += float(losses.double().sum())
             count += losses.numel()
     return {name: total / count}

@@ -1,12 +1,10 @@
-"""The report in words, tables and figures, described once, and written as text and Markdown."""
+"""The report in words, tables and a figure, described once, and written as text and Markdown."""
 
 import json
 import math
 import re
-import shutil
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import groupby, product, zip_longest
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby, product
 from operator import attrgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
     from lightning_taskinfo.transfer.report import Comparison, Measure, Result, TransferReport
 
-GAIN = "gain over"  # how the titles of columns with verdicts begin
 VERDICTS = ("helps", "hurts", "cannot tell")
 PROOFS = {"stochastic": "randomised", "network": "the network itself", "test_set": "by test labels"}
 HELD = {  # columns of what networks hold: name in the report's table, scale, format
@@ -30,15 +27,9 @@ HELD = {  # columns of what networks hold: name in the report's table, scale, fo
     "Fisher trace before": ("fisher_trace_before", 1, ".4g"),
     "Fisher trace after": ("fisher_trace_after", 1, ".4g"),
 }
-MOMENTS = {  # of information in the weights: label, colour, marker
-    "before": ("before fine-tuning", "tab:blue", "o"),
-    "after": ("after", "tab:orange", "o"),
-    "added": ("added by fine-tuning", "tab:green", "D"),
-}
 
 Row = dict[str, str]  # of a table: its cells by the titles of their columns
 Values = dict[str, Any]
-Moments = dict[str, dict[str, float]]  # nats by moment and layer
 
 
 # Tables
@@ -46,25 +37,55 @@ Moments = dict[str, dict[str, float]]  # nats by moment and layer
 
 def tables(report: "TransferReport", confidence: float) -> dict[str, list[Row]]:
     """Return the rows of all tables for which there are numbers, by their headings."""
-    held: list[Row] = []
-    certified: list[Row] = []
-    missed: list[Row] = []
-    for row, (labels, method, results) in zip(report.table(), report.cells(), strict=True):
-        about = {"labels": f"{labels}", "method": method}
-        held.append(dict(about))
+    held = []
+    for row in report.table(confidence):
+        cells = _about(row["labels"], row["method"])
         for title, (key, scale, form) in HELD.items():
-            held[-1][title] = _number(row[key], scale, form)
-        if certificates := _measured(results, "certificate"):
-            certified.append(about | _bounds(certificates))
-        if overlaps := _measured(results, "overlap"):
-            missed += [about | layer for layer in _missed(overlaps, report.labels)]
+            cells[title] = _number(row[key], scale, form)
+        held.append(cells)
     found = {
-        "Did it help?": main_table(report, confidence),
-        "What can be certified": _filled(certified),
+        "Did it help?": main_table(report, confidence, report.measures),
+        "What can be certified": _measured_table(report, "certificate", _bounds),
         "What the networks hold": _filled(held),
-        "Before fine-tuning: what the features miss": _filled(missed),
+        "Before fine-tuning: what the features miss": _measured_table(report, "overlap", _missed),
     }
     return {heading: rows for heading, rows in found.items() if rows}
+
+
+def main_table(
+    report: "TransferReport",
+    confidence: float,
+    measures: Sequence["Measure"],
+) -> list[Row]:
+    """What was measured and the gains, one row for each number of labels and method."""
+    shown = []
+    for row in report.table(confidence):
+        cells = _about(row["labels"], row["method"]) | {"seeds": f"{row['seeds']}"}
+        for measure in measures:
+            title = f"{measure.value}, {'%' if measure.share else measure.unit}"
+            cells[title.removesuffix(", ")] = _estimate(row, measure.value, measure)
+        for baseline, measure in product(("scratch", "standard"), measures):
+            title = f"gain over {baseline}: {measure.name}, {measure.unit}".removesuffix(", ")
+            cells[title] = _estimate(row, f"over_{baseline}_{measure.name}", measure, "+")
+        shown.append(cells)
+    return _filled(shown)
+
+
+def _measured_table(
+    report: "TransferReport",
+    name: str,
+    described: Callable[[list[Values], Sequence[int]], list[Row]],
+) -> list[Row]:
+    """Rows that describe what was measured beside training."""
+    rows = []
+    for labels, method, results in report.cells():
+        if values := _measured(results, name):
+            rows += [_about(labels, method) | row for row in described(values, report.labels)]
+    return _filled(rows)
+
+
+def _about(labels: int, method: str) -> Row:
+    return {"labels": f"{labels}", "method": method}
 
 
 def _filled(rows: Sequence[Row]) -> list[Row]:
@@ -79,35 +100,6 @@ def _measured(results: Iterable["Result"], name: str) -> list[Values]:
     return [value for value in values if value]
 
 
-def main_table(
-    report: "TransferReport",
-    confidence: float,
-    *,
-    short: bool = False,
-) -> list[Row]:
-    """What was measured and the gains, one row for each number of labels and method.
-
-    Args:
-        report: The report.
-        confidence: Of the intervals.
-        short: Whether to show the first measure alone, and no seeds.
-    """
-    measures = report.measures[: 1 if short else None]
-    shown = []
-    for row in report.table(confidence):
-        cells = {"labels": f"{row['labels']}", "method": row["method"]}
-        if not short:
-            cells["seeds"] = f"{row['seeds']}"
-        for measure in measures:
-            title = f"{measure.value}, {'%' if measure.share else measure.unit}"
-            cells[title.removesuffix(", ")] = _estimate(row, measure.value, measure)
-        for baseline, measure in product(("scratch", "standard"), measures):
-            title = f"{GAIN} {baseline}: {measure.name}, {measure.unit}".removesuffix(", ")
-            cells[title] = _estimate(row, f"over_{baseline}_{measure.name}", measure, "+")
-        shown.append(cells)
-    return _filled(shown)
-
-
 def _estimate(
     row: Values,
     key: str,
@@ -116,14 +108,10 @@ def _estimate(
 ) -> str:
     """Mean and interval, and of a gain the verdict, with the reason where there is no interval."""
     mean, low, high = (_shown(row[f"{key}{end}"], measure, sign) for end in ("", "_low", "_high"))
-    words = [mean]
-    if low:
-        words.append(f"[{low}, {high}]")
-    if verdict := row.get(f"{key}_verdict"):
-        words.append(verdict)
+    words = [mean, f"[{low}, {high}]" if low else "", row.get(f"{key}_verdict")]
     if reason := row.get(f"{key}_reason"):
         words.append(f"({reason})")
-    return " ".join(words).strip()
+    return " ".join(word for word in words if word)
 
 
 def _shown(value: float | None, measure: "Measure", sign: str) -> str:
@@ -132,34 +120,31 @@ def _shown(value: float | None, measure: "Measure", sign: str) -> str:
 
 
 def _number(value: float | None, scale: float, form: str) -> str:
-    if value is None:
-        return ""
-    return format(scale * value, form).replace("-", "−")
+    return "" if value is None else format(scale * value, form).replace("-", "−")
 
 
-def _bounds(certificates: Sequence[Values]) -> Row:
+def _bounds(certificates: Sequence[Values], _measured_labels: Sequence[int]) -> list[Row]:
     """Upper bounds, rounded up."""
     row = {}
     for name, proof in PROOFS.items():
         row[f"{proof}, %"] = _range([round_up(bound, 3) for bound in _known(certificates, name)])
     valid = sum(one["valid"] for one in certificates)
-    return {**row, "valid": f"{valid} of {len(certificates)}"}
+    return [row | {"valid": f"{valid} of {len(certificates)}"}]
 
 
 def _known(certificates: Iterable[Values], name: str) -> list[float]:
     return [one[name] for one in certificates if one[name] is not None]
 
 
-def _missed(overlaps: Sequence[Values], measured: Sequence[int]) -> list[Row]:
+def _missed(overlaps: Sequence[Values], measured_labels: Sequence[int]) -> list[Row]:
     """Share of the target labels' variance that the features of each layer miss."""
     rows = []
     for place, layer in enumerate(overlaps[0]["layers"]):
-        row = {
-            "layer": layer,
-            "outside, %": _range([one["outside"][place] for one in overlaps]),
-            "standard error, %": _range([one["standard_error"][place] for one in overlaps]),
-            "predicted to hurt from, labels": _onset(overlaps, measured),
-        }
+        shares, errors = (
+            _range([one[key][place] for one in overlaps]) for key in ("outside", "standard_error")
+        )
+        row = {"layer": layer, "outside, %": shares, "standard error, %": errors}
+        row["predicted to hurt from, labels"] = _onset(overlaps, measured_labels)
         rows.append(row)
     return rows
 
@@ -172,7 +157,7 @@ def _range(shares: Sequence[float]) -> str:
     return f"{mean} ({low} to {high})" if len(shares) > 1 else mean
 
 
-def _onset(overlaps: Sequence[Values], measured: Sequence[int]) -> str:
+def _onset(overlaps: Sequence[Values], measured_labels: Sequence[int]) -> str:
     """Median over seeds, from the lowest lower to the highest upper end, and a word if it is far from all labels."""
     found = [one["onset"] for one in overlaps if one.get("onset")]
     if not found:
@@ -183,7 +168,7 @@ def _onset(overlaps: Sequence[Values], measured: Sequence[int]) -> str:
     onset = median(middles)
     span = (min(lows), onset, max(highs))
     low, middle, high = (f"{value:,.0f}".replace("inf", "∞") for value in span)
-    far = ", extrapolated far" if is_far(onset, measured) else ""
+    far = ", extrapolated far" if is_far(onset, measured_labels) else ""
     return f"{middle} [{low}, {high}]{far}"
 
 
@@ -217,10 +202,8 @@ def findings(report: "TransferReport", confidence: float) -> list[str]:
             "No run from scratch is among the results: whether transfer helps cannot be said."
         )
     measure = report.measures[0]
-    over_scratch = [
-        gain for gain in gains if (gain.baseline, gain.measure) == ("scratch", measure.name)
-    ]
-    if over_scratch:
+    by_it = [gain for gain in gains if gain.measure == measure.name]
+    if over_scratch := [gain for gain in by_it if gain.baseline == "scratch"]:
         lines.append(f"Advice: {_advice(over_scratch, measure)}.")
     return lines
 
@@ -341,14 +324,14 @@ def to_markdown(
     confidence: float,
     figures: Iterable[str],
 ) -> str:
-    """The whole report, with the figures as PNG files beside it."""
+    """The whole report, with figures as PNG files beside it."""
     (_, main), *others = tables(report, confidence).items()
     said = notes(report, confidence).items()
     parts = [
         f"# {_escaped(report.name)}",
         "\n".join(f"- {_escaped(line)}" for line in findings(report, confidence)),
         _markdown(main),
-        *(f"![{caption(name)}]({name}.png)" for name in figures),
+        *(f"![{CAPTION}]({name}.png)" for name in figures),
         *(f"## {heading}\n\n{_markdown(rows)}" for heading, rows in others),
         "## What the numbers mean, and what not",
         "\n".join(f"- **{term}.** {_escaped(text)}" for term, text in said),
@@ -369,57 +352,20 @@ def _markdown(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def caption(figure: str) -> str:
-    """Return what a figure shows, by the name of its file.
-
-    Example:
-        >>> caption("information_50")
-        'Information in the weights by layer, before and after fine-tuning, with 50 target labels'
-    """
-    _, _, labels = figure.partition("_")
-    if not labels:
-        return "Results on the target test set, by method and number of target labels"
-    shown = "Information in the weights by layer, before and after fine-tuning"
-    return f"{shown}, with {labels} target labels"
-
-
-def to_terminal(
-    report: "TransferReport",
-    confidence: float,
-    width: int | None,
-) -> str:
+def to_terminal(report: "TransferReport", confidence: float) -> str:
     """The gains by the first measure as a table, and the findings, which speak of the others too."""
-    rows = main_table(report, confidence, short=True)
-    lines = [[*rows[0]], *([*row.values()] for row in rows)]
-    counts = sorted({len(results) for _, _, results in report.cells()})
-    title = f"{report.name}, 1 seed"
-    if counts != [1]:
-        seeds = " to ".join(f"{count}" for count in {counts[0]: None, counts[-1]: None})
-        title = f"{report.name}, {seeds} seeds, {100 * confidence:g} % intervals"
-    table = text_table(lines[0], lines[1:])
-    if table.index("\n") > (width or shutil.get_terminal_size().columns):
-        lines = [line for cells in lines for line in _broken(cells)]
-        table = text_table(lines[0], lines[1:])
-    return "\n".join([title, table, *findings(report, confidence)])
+    rows = main_table(report, confidence, report.measures[:1])
+    intervals = f"{100 * confidence:g} % intervals"
+    lines = [
+        f"{report.name}, {intervals}",
+        text_table([*rows[0]], [[*row.values()] for row in rows]),
+    ]
+    return "\n".join(lines + findings(report, confidence))
 
 
-def _broken(cells: Iterable[str]) -> list[list[str]]:
-    """A row in several lines, where a reader would break it: a method at its plus, an estimate before its interval."""
-    places = rf"(?<=[a-z]\+)(?=[a-z])|(?<=:) |(?<={GAIN}) | (?=\[|\(|{'|'.join(VERDICTS)})"
-    parts = [re.split(places, cell) for cell in cells]
-    return [list(line) for line in zip_longest(*parts, fillvalue="")]
+# The figure
 
-
-# Figures
-
-
-def draw_all(report: "TransferReport", confidence: float) -> dict[str, "Figure"]:
-    """Return every figure for which the report has numbers, by the name of its file."""
-    figures = {"accuracy": plot_accuracy(report, confidence)[0]}
-    for labels in report.labels:
-        if layer_information(report, labels):
-            figures[f"information_{labels}"] = plot_information(report, labels)[0]
-    return figures
+CAPTION = "Results on the target test set, by method and number of target labels"
 
 
 def plot_accuracy(report: "TransferReport", confidence: float) -> tuple["Figure", list["Axes"]]:
@@ -427,85 +373,32 @@ def plot_accuracy(report: "TransferReport", confidence: float) -> tuple["Figure"
 
     Short strokes are the seeds; a dotted line continues the mean of training from scratch.
     """
+    from matplotlib.figure import Figure
+
     from lightning_taskinfo.plotting import plot_intervals
 
     measure = report.measures[0]
     methods = report.methods
-    figure, panels = _panels([f"{labels} target labels" for labels in report.labels], methods)
-    for ax, labels in zip(panels, report.labels, strict=True):
+    rows = math.ceil(len(report.labels) / 4)
+    columns = math.ceil(len(report.labels) / rows)
+    size = (2.6 + 2.2 * columns, 1.1 + rows * (0.6 + 0.24 * len(methods)))
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for ax, labels in zip(panels.flat, report.labels, strict=False):
         ends = []  # lower ends, means and upper ends, NaN where there are none
-        for method in methods:
+        for place, method in enumerate(methods):
             found = report.summary(method, labels, measure, confidence)
             known = (found.low, found.mean, found.high)
             ends.append([math.nan if end is None else measure.scale * end for end in known])
-        plot_intervals(methods, *zip(*ends, strict=True), xlabel="", ax=ax)
-        for place, method in enumerate(methods):
             seeds = report.values(method, labels, measure).values()
             values = [measure.scale * value for value in seeds]
             ax.plot(values, [place] * len(values), "|", color="C0", alpha=0.6)
             if method == "scratch":
                 ax.axvline(ends[place][1], color="0.5", linestyle=":", zorder=0)
+        plot_intervals(methods, *zip(*ends, strict=True), xlabel="", ax=ax)
+        ax.set_title(f"{labels} target labels", fontsize="medium")
+    for ax in panels.flat[len(report.labels) :]:
+        ax.set_axis_off()
     figure.supxlabel(f"{measure.value} on the target test set{', %' * measure.share}")
-    title = f"mean and {100 * confidence:g} % interval; short strokes: seeds"
-    if len({row.seed for row in report.results}) == 1:
-        title = "one seed, no interval"
-    figure.suptitle(title)
-    return figure, panels
-
-
-def layer_information(report: "TransferReport", labels: int) -> dict[str, Moments]:
-    """Return nats by method, moment and layer, mean over seeds, of those that were measured."""
-    found: dict[str, Moments] = defaultdict(dict)
-    for method, moment in product(report.methods, MOMENTS):
-        nats = defaultdict(list)
-        for information in _measured(report.cell(method, labels).values(), "information"):
-            measured = information.get(moment) or {"layers": {}}
-            for layer, value in measured["layers"].items():
-                if math.isfinite(value):
-                    nats[layer].append(value)
-        if nats:
-            found[method][moment] = {layer: fmean(values) for layer, values in nats.items()}
-    return found
-
-
-def plot_information(report: "TransferReport", labels: int) -> tuple["Figure", list["Axes"]]:
-    """Draw the information in the weights of each layer before and after fine-tuning, and what it added.
-
-    Means over seeds, one panel a method. The scale is logarithmic above 1 nat and linear below.
-    """
-    found = layer_information(report, labels)
-    layers: dict[str, None] = {}  # in the order in which they come
-    for moments in found.values():
-        for measured in moments.values():
-            layers |= dict.fromkeys(measured)
-    figure, panels = _panels([*found], [*layers])
-    for ax, moments in zip(panels, found.values(), strict=True):
-        for moment, (label, color, marker) in MOMENTS.items():
-            measured = moments.get(moment, {})
-            nats = [measured.get(layer, math.nan) for layer in layers]
-            ax.plot(nats, range(len(layers)), marker, color=color, markersize=5, label=label)
-        ax.set_xscale("symlog", linthresh=1)
-    figure.suptitle(f"information in the weights by layer, nats ({labels} target labels)")
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
-    return figure, panels
-
-
-def _panels(titles: Sequence[str], names: Sequence[str]) -> tuple["Figure", list["Axes"]]:
-    """Return a figure with a panel for each title, at most four beside each other, and a row for each name in it."""
-    from matplotlib.figure import Figure
-
-    rows = math.ceil(len(titles) / 4)
-    columns = math.ceil(len(titles) / rows)
-    size = (2.6 + 2.2 * columns, 1.1 + rows * (0.6 + 0.24 * len(names)))
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
-    first = None
-    for place, title in enumerate(titles, 1):
-        ax = figure.add_subplot(rows, columns, place, sharex=first, sharey=first)
-        first = figure.axes[0]
-        ax.set_title(title, fontsize="medium")
-        ax.set_yticks(range(len(names)), names)
-        ax.set_ylim(len(names) - 0.5, -0.5)
-        ax.grid(axis="y", alpha=0.3)
-        ax.label_outer()
-    return figure, figure.axes
+    figure.suptitle(f"mean and {100 * confidence:g} % interval; short strokes: seeds")
+    return figure, [*panels.flat][: len(report.labels)]

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 BASELINES = ("scratch", "standard")
 SHARES = "acc|err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if all their values are
-HIGHER = "acc|auc|auroc|f1|precision|recall|r2|score|likelihood"  # metrics of which more is better
+HIGHER = "acc|auc|auroc|f1|precision|recall|r2"  # in names of metrics of which more is better
+LOWER = "err|loss|mse|mae|nll|perplexity"  # and of which less is better
 ENDS = ("mean", "low", "high")  # columns of an interval
 VERDICT = (*ENDS, "verdict", "reason")  # and those of a gain
 MEASURED = {  # how columns of means over seeds begin: attribute of a result, and keys in it
@@ -154,6 +155,25 @@ class Measure:
         return 0.0 if self.value == "loss" else -math.inf, math.inf
 
 
+def is_higher_better(metric: str, mode: Literal["min", "max"] | None) -> bool:
+    """Whether more of a metric is better: what its mode says, or else its name.
+
+    Raises:
+        ValueError: If the mode is unknown, or there is none and the name does not say.
+
+    Example:
+        >>> is_higher_better("test_accuracy", None), is_higher_better("dice", "max")
+        (True, True)
+    """
+    name = str(metric).lower()
+    modes = {"min": bool(re.search(LOWER, name)), "max": bool(re.search(HIGHER, name))}
+    if mode is None and sum(modes.values()) == 1:
+        return modes["max"]
+    if mode not in modes:
+        raise ValueError(f"`mode` must be 'min' or 'max' for the metric {metric!r}, got {mode!r}.")
+    return mode == "max"
+
+
 CLASSIFIED = (
     Measure("error", "accuracy", "points", share=True, higher=True),
     Measure("loss", "loss", "nats"),
@@ -241,11 +261,9 @@ class TransferReport:
         found = []
         for name in names:
             values = [row.test[name] for row in self.results]
-            inside = 0 <= min(values) <= max(values) <= 1
+            inside = all(0 <= value <= 1 for value in values if math.isfinite(value))
             share = inside and bool(re.search(SHARES, name.lower()))
-            higher = bool(re.search(HIGHER, name.lower()))
-            if mode := self.configuration.get("mode"):
-                higher = mode == "max"
+            higher = is_higher_better(name, self.configuration.get("mode"))
             found.append(Measure(name, name, "points" if share else "", share, higher))
         return tuple(found)
 
@@ -345,18 +363,16 @@ class TransferReport:
     def __str__(self) -> str:
         return self.to_terminal()
 
-    def to_terminal(
-        self,
-        confidence: float = 0.95,
-        *,
-        width: int | None = None,
-    ) -> str:
-        """Return the main table for a terminal of ``width`` columns, and the findings as sentences."""
-        return render.to_terminal(self, confidence, width)
+    def to_terminal(self, confidence: float = 0.95) -> str:
+        """Return the main table, and the findings as sentences."""
+        return render.to_terminal(self, confidence)
 
     def figures(self, confidence: float = 0.95) -> dict[str, "Figure"]:
-        """Return every figure for which there are numbers, by the name of its file; none without matplotlib."""
-        return render.draw_all(self, confidence) if find_spec("matplotlib") else {}
+        """Return the figure by the name of its file; none without matplotlib."""
+        if find_spec("matplotlib") is None:
+            return {}
+        figure, _ = render.plot_accuracy(self, confidence)
+        return {"accuracy": figure}
 
     def save(
         self,

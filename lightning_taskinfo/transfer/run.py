@@ -33,7 +33,7 @@ from lightning_taskinfo.transfer.training import (
     RunLog,
     Trial,
     Values,
-    check_accelerator,
+    check_trainer,
 )
 
 Done = Callable[[Trial, Values], None]
@@ -103,8 +103,8 @@ def transfer(
         metric: Name of a metric that the module logs in its ``test_step``; where ``None``, the
             error of its outputs on the test set, or their mean squared error where targets are real
             numbers.
-        mode: Whether the metric is better lower, ``"min"``, or higher, ``"max"``; by its name where
-            ``None``.
+        mode: Whether the metric is better lower, ``"min"``, or higher, ``"max"``; ``None`` where its
+            name says so, such as ``"test_loss"`` or ``"accuracy"``.
         trainer: Options of Lightning's Trainer, such as ``{"max_steps": 300}``; 20 epochs where
             there is no length.
         batch_size: Samples in a training batch; that of the data module, or 32, where ``None``.
@@ -166,7 +166,8 @@ def transfer(
         raise ValueError(f"`namespace` must be one of {', '.join(NAMESPACES)}, got {namespace!r}.")
     check_executor(executor, workers)
     if executor is None:  # whose machines may have others
-        check_accelerator(accelerator, namespace)
+        rule = f"`accelerator` must be one that Lightning finds here, got {accelerator!r}"
+        check_trainer(rule, namespace, {"accelerator": accelerator})
     if folder is None and logger in ("csv", "wandb_offline"):
         raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
     own: Values = {"metric": metric, "mode": mode, "trainer": trainer}

@@ -278,17 +278,20 @@ class Target:
     test: Loader
     validation: Loader | None = None
 
-    def labels(self) -> tuple[Tensor | None, str]:
-        """Return the targets of all training samples where they can be read, and a digest of the samples."""
-        found: list[Any] = []
+    def labels(self) -> tuple[Tensor | None, Tensor | None, str]:
+        """Return the targets of training and test samples where they can be read, and a digest of all samples."""
+        found: list[Tensor | None] = []
         digests = []
         with seeded(0):
-            for batch in self.train:
-                digests.append(_checked_digest(batch))
-                found.append(_targets(batch))
-            digests += [_checked_digest(batch) for batch in self.test]
-        known = all(targets is not None for targets in found)
-        return torch.cat(found) if known else None, digest((part, None) for part in digests)
+            for loader in (self.train, self.test):
+                targets: list[Any] = []
+                for batch in loader:
+                    digests.append(_checked_digest(batch))
+                    targets.append(_targets(batch))
+                known = all(part is not None for part in targets)
+                found.append(torch.cat(targets) if known else None)
+        train, test = found
+        return train, test, digest((part, None) for part in digests)
 
     def train_loader(self, rows: Rows, seed: int) -> Loader:
         """Return a loader of some training samples, in an order that depends on seed and epoch alone."""
@@ -386,6 +389,12 @@ def read_target(data: Any, batch_size: int | None) -> Target:
         if not (sized and len(samples)):
             rule = f"must have a dataset or arrays (inputs, targets) to {name.removesuffix('ation')} on"
             raise ValueError(f"`data` {rule}, got none or an empty one: {type(samples).__name__}.")
+        drawn = getattr(loader.batch_sampler, "sampler", samples)
+        if hasattr(drawn, "__len__") and len(drawn) < len(samples):
+            rule = f"must have a whole dataset to {name.removesuffix('ation')} on, such as a Subset"
+            raise ValueError(
+                f"`data` {rule}, got a sampler of {len(drawn)} of {len(samples)} samples."
+            )
         size = loader.batch_size or 256
         if name == "train":
             size = batch_size or loader.batch_size or 32
@@ -395,6 +404,11 @@ def read_target(data: Any, batch_size: int | None) -> Target:
 
 def _loaders(data: Any) -> dict[str, Loader]:
     """The loaders of a data module; their own order is not used."""
+    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        owner = getattr(getattr(data, hook, None), "__module__", "lightning.")
+        if not owner.startswith(("lightning.", "pytorch_lightning.")):
+            rule = f"`data` must leave {hook} to the module or to the dataset, where it is called"
+            raise ValueError(f"{rule}, got one of {type(data).__name__}.")
     data.prepare_data()
     data.setup("fit")
     data.setup("test")

@@ -5,18 +5,24 @@ adapted, its head, adapters, or what comes after a layer.
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
+from lightning_taskinfo._batches import read_batch
+from lightning_taskinfo._calls import outputs_of
 from lightning_taskinfo._files import digest, read_checkpoint, read_tensors
 from lightning_taskinfo._lightning import NAMESPACES
+from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_finite_tensors
 from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.transfer.sampling import reseed
@@ -37,11 +43,18 @@ class Start:
         weights: Weights that replace those of the fresh module, under its names; or the file that
             holds them.
         fresh: Names of weights that stay as they were made: a head of another size.
+        last: Names of the parameters of its last layer.
     """
 
     make: MakeModule
     weights: Weights | Path
     fresh: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """What has no pretrained weights, or else the last layer."""
+        return self.fresh or self.last
 
     def module(self, seed: int) -> Any:
         """Return the module at its start; what is fresh in it depends on the seed alone."""
@@ -61,7 +74,7 @@ class Start:
         said = "all weights are taken over"
         if self.fresh:
             said = f"fresh {', '.join(self.fresh)}; all other weights are taken over"
-        if not last_layer(make_module(self.make)) <= {*self.fresh}:
+        if not {*self.last} <= {*self.fresh}:
             said += (
                 ", the last layer too; if its classes are others, leave it out of the state dict"
             )
@@ -168,7 +181,7 @@ def way_name(way: Adapt) -> str:
     return getattr(way, "__name__", type(way).__name__)
 
 
-def adapted(module: Any, way: Adapt, fresh: Collection[str]) -> Any:
+def adapted(module: Any, way: Adapt, head: Collection[str]) -> Any:
     """Leave trainable what a way to adapt trains; the module is changed in place and returned.
 
     Args:
@@ -176,13 +189,11 @@ def adapted(module: Any, way: Adapt, fresh: Collection[str]) -> Any:
         way: ``"full"``; ``"linear"``, the head alone; ``"lora"``, low-rank adapters of all linear
             layers, and the head; the name of a layer, which is frozen with all before it; or a
             function that freezes what it likes.
-        fresh: Names of parameters that have no pretrained weights: the head. The last layer, where
-            there are none.
+        head: Names of the parameters of the head.
 
     Raises:
         ValueError: If it is no way, the module has no layer for it, or nothing is left to train.
     """
-    head = {*fresh} or last_layer(module)
     if not isinstance(way, str):
         way(module)
     elif way == "linear":
@@ -199,11 +210,28 @@ def adapted(module: Any, way: Adapt, fresh: Collection[str]) -> Any:
     return module
 
 
-def last_layer(module: nn.Module) -> set[str]:
-    """Return names of the parameters of the last layer that has any."""
-    names = [name for name, _ in module.named_parameters()]
-    layer = names[-1].rpartition(".")[0]
-    return {name for name in names if name.rpartition(".")[0] == layer}
+def last_layer(module: Any, batch: Any) -> tuple[str, ...]:
+    """Return names of the parameters of the layer that runs last on a batch.
+
+    Where the module cannot be called on the batch, they are those of the layer that was defined last.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    layers = [part for part in module.modules() if not [*part.children()]]
+    weighted = [part for part in layers if [*part.parameters()]]
+    found = weighted[-1:]
+
+    def note(layer: nn.Module, _inputs: Any, _output: Any) -> None:
+        found[:] = [layer]
+
+    with ExitStack() as hooks, observing(module), torch.no_grad():
+        for layer in weighted:
+            hooks.enter_context(layer.register_forward_hook(note))
+        try:
+            inputs, _ = read_batch(batch, module)
+            outputs_of(module, inputs)
+        except Exception:  # what is wrong with it is said when it is trained
+            found = weighted[-1:]
+    return tuple(names[parameter] for layer in found for parameter in layer.parameters())
 
 
 def _freeze_up_to(module: nn.Module, layer: str) -> None:
@@ -231,8 +259,10 @@ def _add_adapters(module: nn.Module, head: Collection[str]) -> None:
         raise ValueError(
             "`adapt` must suit the network, got 'lora' for one without linear layers before its head."
         )
+    # A pattern for whole names: in a list, "head" would stand for "decoder.head" too.
+    pattern = "|".join(map(re.escape, layers))
     inject_adapter_in_model(
-        LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers),
+        LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=pattern),
         module,
     )
     for name, parameter in module.named_parameters():

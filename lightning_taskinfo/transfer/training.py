@@ -473,14 +473,13 @@ def make_trainer(namespace: str, options: Values) -> Trainer:
     return trainer
 
 
-def check_accelerator(accelerator: str, namespace: str) -> None:
-    """Raise a ``ValueError`` if Lightning finds no such accelerator on this machine."""
+def check_trainer(rule: str, namespace: str, options: Values) -> None:
+    """Raise a ``ValueError`` with a rule if Lightning makes no Trainer of some options on this machine."""
     try:
         with quiet():
-            make_trainer(namespace, {"accelerator": accelerator, "logger": False})
+            make_trainer(namespace, {**options, "logger": False})
     except Exception as error:  # of a kind of its own for each
-        rule = "`accelerator` must be one that Lightning finds here"
-        raise ValueError(f"{rule}, got {accelerator!r} ({first_line(error)}).") from error
+        raise ValueError(f"{rule} ({first_line(error)}).") from error
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:

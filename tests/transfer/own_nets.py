@@ -4,7 +4,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 
 def clusters(
@@ -44,6 +44,21 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+class Diverging(Net):
+    """Has no finite weights after the first step."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e30)
+
+
+class Normalised(Net):
+    """Changes batches before it sees them."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return -x, y
 
 
 class Validated(Net):
@@ -101,6 +116,20 @@ class DictData(pl.LightningDataModule):
 
     def test_dataloader(self):
         return DataLoader(Rows(60, seed=1), batch_size=20)
+
+
+class SomeSamples(DictData):
+    """Tests on some samples of a dataset."""
+
+    def test_dataloader(self):
+        return DataLoader(Rows(60, seed=1), sampler=SubsetRandomSampler(range(10)))
+
+
+class Hooked(DictData):
+    """Changes batches where only a Trainer that knows it would call it."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
 
 
 class DictNet(Net):

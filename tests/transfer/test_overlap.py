@@ -311,3 +311,19 @@ def test_a_real_label_of_minus_100_is_a_label():
     y[3, 0] = -100.0
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     assert feature_overlap(net, [(x, y)]).samples == 60
+
+
+def test_data_that_is_no_batches_is_refused_in_one_sentence():
+    net = nn.Linear(4, 3)
+    with pytest.raises(
+        TypeError, match=r"`data` must be batches .*such as a DataLoader, got a object"
+    ):
+        feature_overlap(net, object())
+    lengths = [(randn(20, length), randn(20)) for length in (4, 5)]
+    with pytest.raises(ValueError, match="`data` must have batches of one shape, or an `attention"):
+        feature_overlap(net, lengths)
+
+
+def test_one_layer_is_named_by_one_string():
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    assert feature_overlap(net, (randn(60, 4), randn(60)), layers="0").layers == ("0",)

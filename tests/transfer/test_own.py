@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from pytorch_lightning.callbacks import EarlyStopping, StochasticWeightAveraging
 
 from lightning_taskinfo.mixins import MutualInformationMixin
 from lightning_taskinfo.regularizers import MutualInformation
@@ -21,9 +22,13 @@ from tests.transfer.own_nets import (
     Deep,
     DictData,
     DictNet,
+    Diverging,
+    Hooked,
     Net,
+    Normalised,
     Other,
     Regression,
+    SomeSamples,
     TextData,
     TextNet,
     Validated,
@@ -542,6 +547,30 @@ BAD = {
         {"data": {"train": (torch.randn(30, 5), torch.arange(30) % 3), "test": DATA["test"]}},
         "`data`",
     ),
+    "a test label out of range": (
+        {"data": {"train": DATA["train"], "test": OUT_OF_RANGE}},
+        "`data` must have classes from 0 to 2, the outputs of Net, got 7",
+    ),
+    "a misspelled option": (
+        {"trainer": {"max_step": 3}},
+        "`trainer` must hold options of Lightning's Trainer .*'max_step'",
+    ),
+    "an option of another kind": ({"trainer": {"max_steps": "three"}}, "`trainer` must hold"),
+    "no step": ({"trainer": {"max_epochs": 0}}, "`trainer` must train for one step at least"),
+    "several devices": ({"trainer": {"devices": 2}}, "`trainer` must leave devices to transfer"),
+    "an unknown mode": ({"mode": "lower"}, "`mode` must be 'min' or 'max' .*got 'lower'"),
+    "a metric of unknown mode": ({"metric": "dice"}, "`mode` must be .*'dice', got None"),
+    "a mode of the plain error": (
+        {"metric": None, "mode": "max"},
+        "`mode` must be left out without `metric`",
+    ),
+    "a list of starts": ({"starts": ["a.ckpt"]}, "`starts` must hold at least one"),
+    "a number as a name": ({"starts": {1: Net}}, "`starts` must have names"),
+    "a loader of some samples": (
+        {"data": SomeSamples()},
+        "`data` must have a whole dataset to test on, such as a Subset, got a sampler of 10 of 60",
+    ),
+    "a hook of the data": ({"data": Hooked()}, "`data` must leave on_after_batch_transfer"),
     "a logger in trainer": ({"trainer": {"logger": True}}, "`trainer` must leave logger"),
     "methods": ({"methods": ["lautum"]}, "`methods` must be left out"),
     "negative seeds": ({"seeds": [-1]}, "`seeds` must be non-negative and finite, got -1"),
@@ -568,6 +597,47 @@ def test_bad_input_is_one_sentence_before_training(tmp_path, name, monkeypatch):
         run(tmp_path / "new", **options)
     assert len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_a_callback_needs_no_list_and_none_is_none():
+    stop = EarlyStopping("train_loss", check_on_train_epoch_end=True)
+    plain = run(seeds=1, trainer={**TRAINER, "callbacks": None})
+    assert plain.same_as(run(seeds=1, trainer={**TRAINER, "callbacks": []}))
+    assert run(seeds=1, trainer={**TRAINER, "callbacks": stop}).results
+
+
+def test_callbacks_that_need_a_number_of_epochs_can_be_tried():
+    averaging = StochasticWeightAveraging(1e-3)
+    assert run(seeds=1, trainer={**TRAINER, "callbacks": [averaging]}).results
+
+
+def test_other_callbacks_or_another_function_of_the_same_name_are_refused(tmp_path):
+    def some(module):
+        module.body.requires_grad_(False)
+
+    def others(module):
+        module.head.requires_grad_(False)
+
+    others.__name__ = "some"
+    run(tmp_path, seeds=1, adapt=[some])
+    with pytest.raises(ValueError, match=r"(?s)adapted-some was begun with another.*trained"):
+        run(tmp_path, seeds=1, adapt=[others])
+    stop = EarlyStopping("train_loss", check_on_train_epoch_end=True)
+    with pytest.raises(ValueError, match=r"(?s)trainer\.callbacks"):
+        run(tmp_path, seeds=1, trainer={**TRAINER, "callbacks": [stop]})
+
+
+def test_predictions_that_are_no_numbers_have_no_error():
+    report = run(make=Diverging, starts={"again": Diverging}, metric=None)
+    assert all(np.isnan(result.test["error"]) for result in report.results)
+    assert {gain.verdict for gain in report.transferability()} == {"cannot tell"}
+
+
+def test_the_plain_error_is_of_batches_as_the_module_changes_them():
+    options = {"make": Normalised, "starts": {"again": Normalised}, "seeds": 1}
+    logged, own = run(**options), run(**options, metric=None)
+    for one, other in zip(logged.results, own.results, strict=True):
+        assert other.test["error"] == pytest.approx(one.test["test_error"])
 
 
 def test_weights_and_biases_have_a_run_for_each(tmp_path):

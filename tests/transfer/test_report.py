@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from lightning_taskinfo.transfer.render import tables
-from lightning_taskinfo.transfer.report import TransferReport
+from lightning_taskinfo.transfer.report import TransferReport, is_higher_better
 from tests.transfer.results import METHODS, minimal, report, result
 
 
@@ -64,11 +64,10 @@ def test_one_seed_cannot_tell_and_says_why():
         "cannot tell",
         "one seed",
     )
-    for text in (experiment.to_markdown(), experiment.to_terminal(width=120)):
+    for text in (experiment.to_markdown(), experiment.to_terminal()):
         assert "+80.0 cannot tell (one seed)" in text
     assert "One seed has no interval, and no verdict rests on it." in experiment.to_markdown()
-    assert "[" not in experiment.to_terminal(width=120)
-    assert experiment.to_terminal(width=120).startswith("transfer, 1 seed\n")
+    assert "[" not in experiment.to_terminal()
 
 
 @pytest.mark.parametrize(
@@ -81,21 +80,21 @@ def test_one_seed_cannot_tell_and_says_why():
 )
 def test_one_sentence_advises(accuracies, said):
     experiment = simple(scratch=[0.5, 0.6], **accuracies)
-    assert experiment.to_terminal(width=120).endswith(f"Advice: with 50 labels {said}.")
+    assert experiment.to_terminal().endswith(f"Advice: with 50 labels {said}.")
     assert "Advice: with 50 labels" in experiment.to_markdown()
 
 
 def test_the_table_names_the_level_of_its_intervals():
     experiment = simple(scratch=[0.5, 0.6], a=[0.8, 0.91])
-    assert "2 seeds, 90 % intervals" in experiment.to_terminal(0.9, width=120)
+    assert "transfer, 90 % intervals" in experiment.to_terminal(0.9)
 
 
 def test_without_scratch_there_is_no_gain_over_it():
     experiment = simple(standard=[0.5, 0.6], lautum=[0.7, 0.9])
     assert {c.baseline for c in experiment.transferability()} == {"standard"}
     assert "gain over scratch" not in experiment.to_markdown()
-    assert "No run from scratch is among the results" in experiment.to_terminal(width=120)
-    assert "Advice" not in experiment.to_terminal(width=120)
+    assert "No run from scratch is among the results" in experiment.to_terminal()
+    assert "Advice" not in experiment.to_terminal()
 
 
 def test_without_any_baseline():
@@ -171,18 +170,15 @@ def test_markdown_tables_are_rectangular():
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
 
 
-def test_terminal_has_the_main_table(monkeypatch):
+def test_terminal_has_the_main_table():
     experiment = report(METHODS[:3])
-    wide = experiment.to_terminal(width=200)
+    wide = experiment.to_terminal()
+    assert str(experiment) == wide
     rows = [re.split(r"\s{2,}", line.strip()) for line in wide.splitlines()[2:5]]
     table = experiment.table()
-    assert [row[:2] for row in rows] == [["50", method] for method in METHODS[:3]]
-    assert [row[2].split()[0] for row in rows] == [f"{100 * r['accuracy']:.1f}" for r in table]
-    assert rows[2][3].endswith(f"] {table[2]['over_scratch_error_verdict']}")
-    monkeypatch.setenv("COLUMNS", "200")
-    assert str(experiment) == wide
-    monkeypatch.setenv("COLUMNS", "80")
-    assert str(experiment) == experiment.to_terminal(width=80) != wide
+    assert [row[:3] for row in rows] == [["50", method, "3"] for method in METHODS[:3]]
+    assert [row[3].split()[0] for row in rows] == [f"{100 * r['accuracy']:.1f}" for r in table]
+    assert rows[2][4].endswith(f"] {table[2]['over_scratch_error_verdict']}")
 
 
 def test_saved_and_loaded_is_the_same(tmp_path):
@@ -301,30 +297,6 @@ def test_refuses_a_file_in_place_of_a_folder(tmp_path):
         TransferReport([result()], {}).save(tmp_path / "file")
 
 
-def test_in_80_columns_no_name_and_no_number_is_broken():
-    experiment = report(
-        ["scratch", "standard", "lautum+mutual_information", "lautum+temporal_ensembling"], seeds=3
-    )
-    wide, narrow = (
-        experiment.to_terminal(width=width).split("\n50 labels")[0] for width in (160, 80)
-    )
-    assert " lautum+temporal_ensembling " in wide
-    lines = narrow.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[0] == "digits → letters, 3 seeds, 95 % intervals"
-    cells = {cell for line in lines for cell in re.split(r"\s{2,}", line)}
-    assert {"lautum+", "mutual_information", "temporal_ensembling", "helps"} <= cells
-    intervals = {f"[{inside}]" for inside in re.findall(r"\[(.+?)\]", wide)}
-    assert len(intervals) == 9
-    assert intervals <= cells
-
-
-def test_seeds_that_differ_are_told():
-    rows = [minimal("scratch", 50, seed, 0.5 + 0.1 * seed) for seed in range(3)]
-    rows += [minimal("lautum+mutual_information", 50, seed, 0.6 + 0.1 * seed) for seed in range(2)]
-    assert "2 to 3 seeds" in TransferReport(rows, {}).to_terminal(width=60)
-
-
 MISSED = "Before fine-tuning: what the features miss"
 
 
@@ -351,3 +323,24 @@ def test_a_prediction_far_from_the_labels_is_called_extrapolated(middle, said):
     results = [replace(row, overlap=overlap) for row in made.results]
     table = tables(TransferReport(results, {}, "name"), 0.95)[MISSED]
     assert {[*row.values()][-1] for row in table} == {said}
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "higher"),
+    [
+        ("test_acc", None, True),
+        ("val_rmse", None, False),
+        ("brier_score", "min", False),
+        ("mIoU", "max", True),
+    ],
+)
+def test_a_metric_is_better_as_its_mode_or_its_name_says(metric, mode, higher):
+    assert is_higher_better(metric, mode) is higher
+
+
+@pytest.mark.parametrize(
+    "metric", ["dice", "brier_score", "negative_log_likelihood", "accuracy_loss"]
+)
+def test_a_name_that_does_not_say_which_is_better_needs_a_mode(metric):
+    with pytest.raises(ValueError, match=f"`mode` must be 'min' or 'max' .*'{metric}', got None"):
+        is_higher_better(metric, None)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from lightning_taskinfo.transfer.ready.data import ImageSamples
-from lightning_taskinfo.transfer.sampling import EpochSampler, reseed, stream_seed
+from lightning_taskinfo.transfer.sampling import Drawn, EpochSampler, reseed, stream_seed
 
 
 def order(sampler):
@@ -39,41 +39,41 @@ def test_an_iterator_opened_before_its_epoch_is_set_follows_the_epoch():
     assert [index for *_, index in early] == order(EpochSampler(20, seed=0, epoch=5))
 
 
-def noisy(image):
-    return image + torch.randn(()) + np.random.randn() + random.random()  # noqa: NPY002
+class Noisy:
+    """Samples that draw from every generator."""
+
+    def __getitem__(self, row):
+        return row + torch.randn(()) + np.random.randn() + random.random()  # noqa: NPY002
+
+
+def drawn(*draws):
+    return Drawn(Noisy(), np.arange(4), torch.stack, 7).__getitems__(draws)
 
 
 def test_augmentation_is_drawn_from_seed_epoch_pass_and_index():
-    samples = ImageSamples(torch.zeros(4, 1, 2, 2), torch.arange(4), augment=noisy, seed=7)
     reseed(1)
-    (x, _), _ = samples.__getitems__([(3, 0, 2), (4, 0, 2), (3, 1, 2), (3, 0, 1)])
+    found = [drawn(draw).item() for draw in [(3, 0, 2), (4, 0, 2), (3, 1, 2), (3, 0, 1)]]
     reseed(2)  # what the global generators hold plays no part
-    (again, _), _ = samples.__getitems__([(3, 0, 2)])
-    assert torch.equal(again[0], x[0])
-    assert len(x[:, 0, 0, 0].unique()) == 4
+    assert drawn((3, 0, 2)).item() == found[0]
+    assert len({*found}) == 4
 
 
 def test_augmentation_leaves_the_global_generators_alone():
-    samples = ImageSamples(torch.zeros(4, 1, 2, 2), augment=noisy)
     reseed(1)
     expected = torch.rand(()), np.random.rand(), random.random()  # noqa: NPY002
     reseed(1)
-    samples.__getitems__([(0, 0, 0)])
+    drawn((0, 0, 0))
     assert (torch.rand(()), np.random.rand(), random.random()) == expected  # noqa: NPY002
 
 
-def test_samples_come_alone_and_in_batches():
-    x = torch.arange(8, dtype=torch.uint8).reshape(2, 1, 2, 2)
-    labelled, plain = (
-        ImageSamples(x, torch.tensor([5, 6]), index=torch.tensor([10, 11])),
-        ImageSamples(x),
-    )
-    (image, label), index = labelled[1]
-    torch.testing.assert_close(image, x[1].float() / 255)
-    assert (label, index) == (6, 11)
-    inputs, index = plain.__getitems__([1, 0])
+def test_images_come_in_batches_with_their_index():
+    x, index = torch.arange(8, dtype=torch.uint8).reshape(2, 1, 2, 2), torch.tensor([10, 11])
+    (images, labels), known = ImageSamples(x, torch.tensor([5, 6]), index).__getitems__([(0, 0, 1)])
+    torch.testing.assert_close(images, x[[1]].float() / 255)
+    assert (labels.tolist(), known.tolist()) == ([6], [11])
+    inputs, known = ImageSamples(x, None, index).__getitems__([1, 0])
     torch.testing.assert_close(inputs, x[[1, 0]].float() / 255)
-    assert index.tolist() == [1, 0]
+    assert known.tolist() == [11, 10]
 
 
 def test_seeds_differ_by_every_part():

@@ -189,18 +189,6 @@ def test_own_unlabelled_inputs_are_limited_and_floats_as_the_others_are():
     assert data.num_indices == 115
 
 
-class Shift:
-    def __init__(self, by):
-        self.by = by
-
-    def __call__(self, image):
-        return image.roll(self.by, -1)
-
-
-def flipped(image):
-    return image.flip(-1)
-
-
 def test_a_settled_module_reads_datasets_once_and_paths_from_the_root(tmp_path, monkeypatch):
     save_npz(tmp_path / "mine.npz", tiny_task(1))
     monkeypatch.chdir(tmp_path)
@@ -223,16 +211,6 @@ def test_a_settled_module_reads_datasets_once_and_paths_from_the_root(tmp_path, 
     assert len(reads) == count == 150
     assert torch.equal(settled.source.x, torch.from_numpy(task.x_train))
     assert settled.arguments["data_dir"] == str(tmp_path)
-
-
-def test_the_description_knows_an_augmentation_by_its_settings():
-    one, same, other, function = (
-        tiny_data(augment=augment).describe()["augment"]
-        for augment in (Shift(1), Shift(1), Shift(2), flipped)
-    )
-    assert one == same != other
-    assert function.startswith("flipped ")
-    assert tiny_data().describe()["augment"] is None
 
 
 def test_a_module_travels_to_other_processes():

@@ -326,10 +326,6 @@ def test_a_saved_report_is_the_same(reference, tmp_path):
         ({"labels": [9, 9]}, r"`labels` must not repeat a value, got \[9, 9\]"),
         ({"model": "vgg"}, "`model` must be one of mlp, .* got 'vgg'"),
         ({"model": "large_cnn"}, r"height and width of at least 20, got \(1, 8, 8\)"),
-        (
-            {"data": tiny_data(augment=lambda image: image)},
-            "`augment` must be a function or an object of a class at",
-        ),
         ({"labels": []}, "`labels` must not be empty"),
         (
             {"labels": [9, 500]},

@@ -1,12 +1,9 @@
 """A labelled source, a target with few labels and many unlabelled inputs, and the loaders of every stage."""
 
-import hashlib
 import os
-import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_taskinfo._files import StrPath, digest
 from lightning_taskinfo._lightning import LightningDataModule
-from lightning_taskinfo._nested import described, take
+from lightning_taskinfo._nested import described
 from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo._warn import first_line, warn
 from lightning_taskinfo.data import ArrayData, load_task
@@ -28,14 +25,12 @@ from lightning_taskinfo.transfer.sampling import (
     EpochSampler,
     Loader,
     count_or_rows,
-    seeded,
     split_target,
     whole_batch,
 )
 
 CHUNK = 4096  # images resized at once
 DataStage = Literal["pretrain", "fine_tune"]
-Augment: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Images(NamedTuple):
@@ -66,40 +61,23 @@ class ImageSamples(Dataset[Any]):
     Args:
         x: Images, uint8 or float, shape ``[N, C, H, W]``. Bytes come out as floats from 0 to 1.
         y: Their classes, or ``None``: then there is nothing here that knows them.
-        index: What each sample is called in the ensemble of its predictions; 0 to N − 1 where not
-            given.
-        augment: Changes one image, at random or not; torch's, numpy's and Python's global
-            generators are seeded from (seed, epoch, pass, index) for it and put back afterwards.
-        seed: Seed of the augmentation.
+        index: What each sample is called in the ensemble of its predictions.
     """
 
     x: Tensor
-    y: Tensor | None = None
-    index: Tensor | None = None
-    augment: Augment | None = None
-    seed: int = 0
+    y: Tensor | None
+    index: Tensor
 
     def __len__(self) -> int:
         return len(self.x)
 
-    def __getitem__(self, draw: int | Draw) -> Any:
-        return take(self.__getitems__([draw]), itemgetter(0))
-
     def __getitems__(self, draws: Sequence[Draw | int]) -> tuple[Any, Tensor]:
         """Return ``((x, y), index)`` of a batch, or ``(x, index)`` where there are no labels."""
-        plain = [draw if isinstance(draw, tuple) else (0, 0, draw) for draw in draws]
-        rows = torch.tensor([row for *_, row in plain])
+        rows = [draw if isinstance(draw, int) else draw[-1] for draw in draws]
         x = self.x[rows]
         if x.dtype == torch.uint8:
             x = x.float() / 255
-        if self.augment is not None:
-            images = []
-            for image, draw in zip(x, plain, strict=True):
-                with seeded(self.seed, *draw):
-                    images.append(self.augment(image))
-            x = torch.stack(images)
-        index = rows if self.index is None else self.index[rows]
-        return (x if self.y is None else (x, self.y[rows])), index
+        return (x if self.y is None else (x, self.y[rows])), self.index[rows]
 
 
 class TransferDataModule(LightningDataModule):
@@ -134,9 +112,6 @@ class TransferDataModule(LightningDataModule):
         max_unlabeled: at most this many unlabelled inputs, chosen by the seed.
         image_shape: Channels, height and width to bring all images to; the source's where ``None``.
         batch_size: Samples in a labelled batch, and in an unlabelled one.
-        num_workers: Worker processes of each loader.
-        augment: Changes one training image, see
-            :class:`ImageSamples`.
         seed: Decides split and order.
         data_dir: Where names are looked up; ``TASKINFO_DATA_DIR`` where ``None``.
 
@@ -163,8 +138,6 @@ class TransferDataModule(LightningDataModule):
         max_unlabeled: int | None = None,
         image_shape: Shape | None = None,
         batch_size: int = 64,
-        num_workers: int = 0,
-        augment: Augment | None = None,
         seed: int = 0,
         data_dir: StrPath | None = None,
     ) -> None:
@@ -174,18 +147,24 @@ class TransferDataModule(LightningDataModule):
             validation = count_or_rows("validation", validation)
         if unlabeled is not None:
             unlabeled = as_images("unlabeled", unlabeled)
-        self.arguments = {
-            "source": source, "target": target, "labels": labels, "validation": validation, "unlabeled": unlabeled,
-            "max_source": max_source, "max_unlabeled": max_unlabeled, "image_shape": image_shape,
-            "batch_size": batch_size, "num_workers": num_workers, "augment": augment, "seed": seed,
+        self.arguments: dict[str, Any] = {
+            "source": source,
+            "target": target,
+            "labels": labels,
+            "validation": validation,
+            "unlabeled": unlabeled,
+            "max_source": max_source,
+            "max_unlabeled": max_unlabeled,
+            "image_shape": image_shape,
+            "batch_size": batch_size,
+            "seed": seed,
             "data_dir": data_dir,
-        }  # fmt: skip
+        }
         for argument in ("batch_size", "max_source", "max_unlabeled"):
             value = self.arguments[argument]
             if value is not None and value < 2:
                 raise ValueError(f"`{argument}` must be at least 2, got {value}.")
         self.batch_size = batch_size
-        self.num_workers = num_workers
         self.seed = seed
         self.stage: DataStage = "pretrain"
         self._ready = False
@@ -238,19 +217,16 @@ class TransferDataModule(LightningDataModule):
             validation=validation,
             seed=self.seed,
         )
-        augment = given["augment"]
-        most = given["max_source"]
-        self.source = self._samples(*source.train, most=most, augment=augment)
+        self.source = self._samples(*source.train, most=given["max_source"])
         self.source_test = self._samples(*source.test)
-        self.labeled = self._samples(x, y, self.split.labeled, augment=augment)
+        self.labeled = self._samples(x, y, self.split.labeled)
         # The unlabelled inputs do not depend on the number of labels: one pretraining serves them
         # all. Those of their own have indices after the target's.
         pool, first = x, 0
         rows: Any = self.split.unlabeled
         if given["unlabeled"] is not None:
             pool, rows, first = given["unlabeled"], None, len(x)
-        most = given["max_unlabeled"]
-        self.unlabeled = self._samples(pool, None, rows, most=most, augment=augment, first=first)
+        self.unlabeled = self._samples(pool, None, rows, most=given["max_unlabeled"], first=first)
         self.num_indices = first + len(pool)
         self.validation = self._samples(x, y, self.split.validation)
         self.target_test = self._samples(*target.test)
@@ -263,7 +239,6 @@ class TransferDataModule(LightningDataModule):
         rows: Any = None,
         *,
         most: int | None = None,
-        augment: Augment | None = None,
         first: int = 0,
     ) -> ImageSamples:
         """Some of the images, brought to one shape; the index of each is its row, counted from ``first``."""
@@ -274,18 +249,25 @@ class TransferDataModule(LightningDataModule):
             rows = np.sort(shuffled[:most])
         chosen = torch.from_numpy(rows)
         images = fit_images(x[chosen], self.image_shape)
-        labels = None if y is None else y[chosen]
-        return ImageSamples(images, labels, first + chosen, augment, self.seed)
+        return ImageSamples(images, None if y is None else y[chosen], first + chosen)
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the data but for seed and number of labels, in JSON-like values; arrays as a digest."""
-        source, target = self.tasks()
-        used = {**self.arguments, "source": source, "target": target}
-        for name in ("seed", "num_workers", "data_dir"):
+        used = dict(self.arguments)
+        for name in ("seed", "data_dir"):
             del used[name]
         if isinstance(used["labels"], int):
             del used["labels"]
-        return {name: _described(value) for name, value in used.items()}
+        for name, task in zip(("source", "target"), self.tasks(), strict=True):
+            arrays = zip(KEYS, (*task.train, *task.test), strict=True)
+            used[name] = {
+                "name": task.name,
+                "classes": task.num_classes,
+                "sha256": digest(arrays),
+            }
+        if used["unlabeled"] is not None:
+            used["unlabeled"] = digest([("images", used["unlabeled"])])
+        return used
 
     def use(self, stage: DataStage) -> "TransferDataModule":
         """Choose the loaders: ``"pretrain"`` or ``"fine_tune"``."""
@@ -336,34 +318,11 @@ class TransferDataModule(LightningDataModule):
             samples,
             self.batch_size,
             sampler=EpochSampler(len(samples), seed=seed, epoch=epoch),
-            num_workers=self.num_workers,
             collate_fn=whole_batch,
             # A batch of one sample has no covariance; but a rank whose share fills no batch must
             # have one.
             drop_last=len(samples) // ranks > self.batch_size,
         )
-
-
-def _described(value: Any) -> Any:
-    """By what an argument is known again in another process: images by a digest, functions by name and settings."""
-    if isinstance(value, ImageTask):
-        arrays = zip(KEYS, (*value.train, *value.test), strict=True)
-        return {"name": value.name, "classes": value.num_classes, "sha256": digest(arrays)}
-    if isinstance(value, Tensor):
-        return digest([("images", value)])
-    if isinstance(value, np.generic):
-        return value.item()
-    if not callable(value):
-        return value
-    try:
-        pickled = pickle.dumps(value)
-    except Exception as error:  # what cannot be pickled says so in many ways
-        raise ValueError(
-            f"`augment` must be a function or an object of a class at the top of a module, got {value!r}: other "
-            "processes import it by its name."
-        ) from error
-    name = getattr(value, "__qualname__", type(value).__qualname__)
-    return f"{name} {hashlib.sha256(pickled).hexdigest()[:16]}"
 
 
 def as_task(argument: str, what: Any, data_dir: StrPath | None = None) -> ImageTask:
