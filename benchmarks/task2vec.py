@@ -87,7 +87,7 @@ def race(network: str, n: int, labels: str, rounds: int) -> dict:
 def disagreement(network: str, n: int) -> float:
     embedder, x, _ = fitted(network, n, "exact", torch.float64)
     reference = looped(embedder.network, list(embedder.filters), x, "exact")
-    found = embedder._fisher(x)
+    found = torch.cat(embedder._fisher(x))
     return (
         ((found - reference).abs() / reference.clamp(min=torch.finfo(torch.float64).tiny))
         .max()

@@ -130,10 +130,13 @@ def _wrong_labels_summary() -> str:
 
 def _transfer_summary() -> str:
     stored = _read("evidence_semi_supervised.json")
-    parts = [stored["verdict"]]
-    for name, cell in stored["numbers"]["gains"].items():
-        gain, low, high = cell["gain"]
-        parts.append(f"{name}: {gain:+.1f} [{low:+.1f}, {high:+.1f}] points over plain fine-tuning")
+    cells = stored["numbers"]["gains"]
+    helped = sum(cell["gain"][1] > 0 and cell["p_holm"] < 0.05 for cell in cells.values())
+    parts = [f"{stored['verdict']}: {helped} of {len(cells)} comparisons show a gain"]
+    for method in ("lautum", "mutual_information"):
+        gain, low, high = cells[f"paper network, 50 labels, {method}"]["gain"]
+        name = method.replace("_", " ")
+        parts.append(f"{name} with 50 labels: {gain:+.1f} [{low:+.1f}, {high:+.1f}] points")
     return "; ".join(parts)
 
 

@@ -1,7 +1,9 @@
 """Semi-supervised transfer on your own images: two npz files in, one answer out.
 
 Without ``--source`` and ``--target`` two such files are made first: digits as they are, and digits seen as negatives
-through noise, of which only a few have labels. Run it with ``python examples/own_data.py``, or cell by cell.
+through noise, of which only a few have labels. In this example transfer hurts: what was learned from bright strokes
+does not fit dark ones, and the report advises to train from scratch. It is an answer to know before a long
+pretraining. Run it with ``python examples/own_data.py``, or cell by cell.
 """
 
 # %%

@@ -1,5 +1,6 @@
 """The documentation lists every public module, reads Sphinx's roles as Markdown, and builds without a warning."""
 
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -51,6 +52,17 @@ def test_every_stored_benchmark_is_shown_as_a_table():
         assert f"benchmarks/evidence/{stem.removeprefix('evidence_')}.py" in evidence_page
     for section in hooks.on_page_markdown(page).split("\n## ")[1:]:
         assert len(re.findall(r"^\| .+ \|$", section, re.M)) > 2, section
+
+
+def test_every_question_has_a_short_answer():
+    for row in load("hooks").summary():
+        assert len(row["answer"]) < 400, row
+
+
+def test_the_benchmark_of_task2vec_still_agrees_with_its_loop(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS.parent / "benchmarks")
+    benchmark = importlib.import_module("task2vec")
+    assert benchmark.disagreement("mlp", 3) < 1e-9
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,39 @@ def test_writing_copies_the_stored_result_and_keeps_claim_and_command(page):
     assert page.written(before, {"rho": STORED}) == HEAD + OLD + NEW
 
 
+COMPARED = (
+    "large network (by itself undecided), 50 labels: plain 63.2 [61.0, 65.5] % (seeds: 10), "
+    "a+b −0.8 [−3.3, +1.8] points (p = 1, seeds: 10); 1000 labels: plain 86.4 %, a+b +1.0 points; "
+    "small network, 50 labels: plain 70.5 %; the paper has 34.0 %, +14.4 points"
+)
+TABLES = """| large network (by itself undecided) | 50 labels | 1000 labels |
+| --- | --- | --- |
+| plain | 63.2 [61.0, 65.5] % (seeds: 10) | 86.4 % |
+| a+b | −0.8 [−3.3, +1.8] points (p = 1, seeds: 10) | +1.0 points |
+
+| small network | 50 labels |
+| --- | --- |
+| plain | 70.5 % |
+
+- the paper has 34.0 %, +14.4 points
+"""
+
+
+def test_comparisons_of_methods_are_tables_and_are_compared_with_the_stored_result(page):
+    stored = {"rho": {**STORED, "sentence": COMPARED}}
+    listed = "- ρ = 0.50 [0.25, 0.75]\n- 3 seeds\n"
+    expected = HEAD + OLD + NEW.replace(listed, TABLES)
+    assert page.written(HEAD + OLD + NEW, stored) == expected
+    assert page.problems(expected, stored, ["rho"]) == []
+    (found,) = page.problems(expected.replace("70.5", "70.6"), stored, ["rho"])
+    assert "differs from evidence_rho.json" in found
+
+
+def test_no_point_of_the_page_is_too_long_to_be_read(page):
+    longest = max(page.PAGE.read_text().splitlines(), key=len)
+    assert len(longest) < 400, longest
+
+
 def test_short_seeds_and_times_are_said(page):
     one = page.basis({**STORED, "seeds": [7], "seconds": 12.4})
     assert one == "seed 7, 5 of 6 units, 12 s, `abc1234`"

@@ -6,7 +6,8 @@
 
 Every claim has a section: a line with the verdict, what it is based on (seeds, time, commit) and the command, and below
 it what was found, point by point. A section whose command is a script of this folder quotes its stored result: the
-points are its sentence, cut at the semicolons. The claim, which is the heading, is written by hand. A script that was
+points are its sentence, cut at the semicolons. Points that compare methods with the same number of labels become a
+table, with a column for each number of labels. The claim, which is the heading, is written by hand. A script that was
 registered and not run yet has a section by hand, which must say *undecided*. The table at the top lists all claims with
 their verdicts.
 """
@@ -18,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +46,7 @@ class Section(NamedTuple):
     verdict: str
     based_on: str
     command: str
-    points: tuple[str, ...]
+    found: str
 
     @property
     def script(self) -> str | None:
@@ -53,11 +56,13 @@ class Section(NamedTuple):
 
     def __str__(self) -> str:
         head = " · ".join((f"**{self.verdict}**", self.based_on, f"`{self.command}`"))
-        points = "\n".join(f"- {point}" for point in self.points)
-        return f"## {self.claim}\n\n{head}\n\n{points}\n"
+        return f"## {self.claim}\n\n{head}\n\n{self.found}\n"
 
 
-SECTION = re.compile(r"## (.+)\n\n\*\*(.+)\*\* · (.+) · `(.+)`\n\n((?:- .+\n)+)")
+SECTION = re.compile(r"## (.+)\n\n\*\*(.+)\*\* · (.+) · `(.+)`\n\n((?:[-|].+\n+)+)")
+COMPARISON = re.compile(r"(?:(?P<network>.+), )?(?P<labels>\d+ labels): (?P<methods>.+)")
+COMMA = re.compile(r", (?![^\[(]*[\])])")  # not inside of brackets
+METHOD = re.compile(r"(?P<name>.+?) (?P<figures>[−+\d].+)")
 
 
 def parts_of(page: str) -> tuple[str, list[str]]:
@@ -71,9 +76,43 @@ def section_of(text: str) -> Section | None:
     match = SECTION.fullmatch(text.rstrip("\n") + "\n")
     if match is None:
         return None
-    *words, points = match.groups()
-    found = [point.removeprefix("- ") for point in points.splitlines()]
-    return Section(*words, tuple(found))
+    *words, found = match.groups()
+    return Section(*words, found.rstrip("\n"))
+
+
+def in_markdown(points: Iterable[str]) -> str:
+    """Return points as a list; runs of comparisons as tables."""
+    blocks = []
+    for is_comparison, run in groupby(points, lambda point: bool(COMPARISON.fullmatch(point))):
+        if is_comparison:
+            blocks += comparison_tables(run)
+        else:
+            blocks.append("\n".join(f"- {point}" for point in run))
+    return "\n\n".join(blocks)
+
+
+def comparison_tables(points: Iterable[str]) -> list[str]:
+    """Return a table for each network: a row for each method, a column for each number of labels.
+
+    The first point of a network names it: ``small network, 50 labels: plain 70 %, lautum +1 points``.
+    """
+    tables: list[tuple[str, dict[str, dict[str, str]]]] = []
+    for point in points:
+        network, labels, methods = COMPARISON.fullmatch(point).groups()
+        if network or not tables:
+            tables.append((network or "method", {}))
+        _, columns = tables[-1]
+        columns[labels] = dict(METHOD.fullmatch(part).groups() for part in COMMA.split(methods))
+    return [comparison_table(corner, columns) for corner, columns in tables]
+
+
+def comparison_table(corner: str, columns: dict[str, dict[str, str]]) -> str:
+    """Return a Markdown table of columns, which hold a cell for each method."""
+    methods = dict.fromkeys(method for column in columns.values() for method in column)
+    lines = [[corner, *columns], ["---"] * (1 + len(columns))]
+    for method in methods:
+        lines.append([method, *(column.get(method, "") for column in columns.values())])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def table_of(sections: list[Section]) -> str:
@@ -98,8 +137,8 @@ def basis(stored: dict[str, Any]) -> str:
 
 def wanted(section: Section, stored: dict[str, Any]) -> Section:
     """Return the section as the stored result has it: only its claim and its command stay."""
-    points = tuple(stored["sentence"].split("; "))
-    return section._replace(verdict=stored["verdict"], based_on=basis(stored), points=points)
+    found = in_markdown(stored["sentence"].split("; "))
+    return section._replace(verdict=stored["verdict"], based_on=basis(stored), found=found)
 
 
 def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
@@ -117,7 +156,9 @@ def problems(page: str, results: dict[str, dict[str, Any]], scripts: list[str]) 
         section = section_of(text)
         if section is None:
             claim = text.partition("\n")[0].removeprefix("## ")
-            found.append(f"{claim}: a section is a line of verdict, basis and command, and points.")
+            found.append(
+                f"{claim}: a section is a line of verdict, basis and command, and points or tables."
+            )
         else:
             sections.append(section)
     named = [section.script for section in sections]
