@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_taskinfo._batches import Reader
 from lightning_taskinfo._files import read_checkpoint, write_json
@@ -251,6 +251,10 @@ def rank(
 
 def _drawn(loader: DataLoader[Any], labels: int | None, seed: int) -> DataLoader[Any]:
     samples: Any = loader.dataset
+    if isinstance(samples, IterableDataset):
+        samples = list(samples)
+    if not samples:
+        raise ValueError("`data` must have training samples, got none.")
     count = min(LABELS, len(samples)) if labels is None else labels
     if not 0 < count <= len(samples):
         raise ValueError(

@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -260,7 +260,10 @@ def load_npz(
         if num_classes is None and "num_classes" in arrays:
             num_classes = int(arrays["num_classes"])
         name = name or str(arrays.get("name", path.stem))
-        return from_any(arrays, name=name, num_classes=num_classes)
+        data = from_any(arrays, name=name, num_classes=num_classes)
+        if "labels" in arrays:
+            return replace(data, labels=tuple(arrays["labels"].tolist()))
+        return data
 
 
 def save_npz(path: StrPath, data: ArrayData) -> None:
@@ -279,6 +282,8 @@ def save_npz(path: StrPath, data: ArrayData) -> None:
     arrays: dict[str, Any] = {}
     for key in ("name", "num_classes", *KEYS):
         arrays[key] = np.asarray(getattr(data, key))
+    if data.labels is not None:
+        arrays["labels"] = np.asarray(data.labels)
     with atomic_write(path) as file:
         np.savez(file, **arrays)
 

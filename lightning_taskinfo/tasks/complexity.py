@@ -166,7 +166,9 @@ class StructureFunction(Tabled):
             return None
         threshold = (1 - margin) * self.label_entropy * self.samples
         for (above, high), (below, low) in pairwise(zip(self.betas, self.loss, strict=True)):
-            if low < threshold <= high:
+            if high < threshold:  # already at the highest of the sweep
+                return None
+            if low < threshold:
                 share = (high - threshold) / (high - low)
                 return float(above ** (1 - share) * below**share)
         return None
@@ -408,11 +410,16 @@ def structure_function(
 
 
 def _label_entropy(fit: Fit) -> float | None:
-    """Nats per label, of the frequencies of classes; ``None`` where labels are not classes."""
+    """Nats per sample, of the frequencies of classes; ``None`` where labels are not classes.
+
+    A sample may have several labels, as a sequence has, and ignored ones count for nothing.
+    """
     if not isinstance(fit.likelihood, Categorical):
         return None
-    counts = fit.targets.unique(return_counts=True)[1]
-    return torch.special.entr(counts.double() / fit.targets.numel()).sum().item()
+    counted = fit.targets[fit.targets != fit.likelihood.ignore_index]
+    counts = counted.unique(return_counts=True)[1].double()
+    per_label = torch.special.entr(counts / len(counted)).sum().item()
+    return per_label * len(counted) / len(fit.targets)
 
 
 def _begin(fit: Fit, start: ParamDict, centre: ParamDict, seed: int) -> Numbers:

@@ -160,7 +160,7 @@ def embedding_distances(embeddings: Sequence[TaskEmbedding], *, alpha: float = 0
             entries, so that their common scale does not matter.
 
     Raises:
-        ValueError: If there is no embedding, or they are not of one network.
+        ValueError: If there is no embedding, one is zero, or they are not of one network.
 
     Example:
         >>> vectors = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
@@ -175,6 +175,9 @@ def embedding_distances(embeddings: Sequence[TaskEmbedding], *, alpha: float = 0
     networks = {embedding.network for embedding in embeddings}
     if len(networks) > 1:
         raise ValueError(f"`embeddings` must be of one network, got {sorted(networks)}.")
+    empty = [embedding.name for embedding in embeddings if not embedding.norm]
+    if empty:
+        raise ValueError(f"`embeddings` must not be zero, which has no direction, got {empty}.")
     vectors = torch.stack([embedding.vector for embedding in embeddings])  # [K, F]
     sources, targets = vectors[:, None], vectors[None]
     if not alpha:

@@ -176,6 +176,11 @@ class Fit:
                 loss.backward()
                 optimizer.step()
                 scheduler.step()
+        for name, weight in weights_now(self.model).items():
+            if not weight.isfinite().all():
+                raise ValueError(
+                    f"`training` must come to finite weights, but {name} is not; set lower learning rates."
+                )
 
     @torch.no_grad()
     def expected_loss(self) -> Numbers:

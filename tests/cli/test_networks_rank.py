@@ -1,8 +1,10 @@
 """``taskinfo rank``: what it prints and writes, and how it says no."""
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_taskinfo.cli import main
 from lightning_taskinfo.data import save_npz
@@ -73,3 +75,35 @@ def test_says_no_before_anything_is_written(folder, capsys, arguments, named):
     assert main([*BASE, *arguments]) == 2
     assert named in capsys.readouterr().err
     assert not (folder / "ranking.json").exists()
+
+
+class Stream(IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        yield from self.samples
+
+
+class Streamed(pl.LightningDataModule):
+    def __init__(self, samples: int = 120):
+        super().__init__()
+        self.samples = samples
+
+    def train_dataloader(self):
+        samples = list(tiny_task(1, name="target", samples=120).train())
+        return DataLoader(Stream(samples[: self.samples]), batch_size=16)
+
+
+def test_a_stream_of_samples_is_ranked_like_a_file(folder):
+    assert main([*BASE, STARTS]) == 0
+    file = StartRanking.load(folder / "ranking.json")
+    assert main([*BASE, STARTS, "--data=tests.cli.test_networks_rank.Streamed"]) == 0
+    stream = StartRanking.load(folder / "ranking.json")
+    assert stream["good"].missed == pytest.approx(file["good"].missed)
+
+
+def test_data_without_samples_are_refused_by_their_own_name(folder, capsys):
+    data = ["--data=tests.cli.test_networks_rank.Streamed", "--data.samples=0"]
+    assert main([*BASE, STARTS, *data]) == 2
+    assert "`data` must have training samples, got none" in capsys.readouterr().err

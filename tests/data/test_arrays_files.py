@@ -7,6 +7,7 @@ import struct
 import numpy as np
 import pytest
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.data import ArrayData, load_idx, load_npz, save_npz
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
@@ -249,3 +250,13 @@ def test_idx_refuses(tmp_path, idx_files, damage, message):
     write(tmp_path, idx_files)
     with pytest.raises(ValueError, match=f"{tmp_path}.*: {message}"):
         load_idx(tmp_path)
+
+
+def test_labels_of_a_file_survive_another_one(tmp_path):
+    x = np.zeros((4, 2, 2), dtype=np.uint8)
+    y = np.array([1, 3, 3, 5])
+    np.savez(tmp_path / "first.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    with pytest.warns(TaskInfoWarning, match="become the classes 0 to 2"):
+        first = load_npz(tmp_path / "first.npz")
+    save_npz(tmp_path / "second.npz", first)
+    assert load_npz(tmp_path / "second.npz").labels == first.labels == (1, 3, 5)

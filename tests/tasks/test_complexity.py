@@ -356,3 +356,22 @@ def test_a_prepared_task_is_data():
     task = PreparedTask("mine", *classes(), num_classes=3)
     found = structure_function(network, task, [1.0], training=QUICK)
     assert found == structure_function(network, classes(), [1.0], training=QUICK)
+
+
+@pytest.mark.parametrize(("repeats", "ignored"), [(5, 0), (1, 30), (5, 30)])
+def test_the_entropy_of_labels_is_the_loss_of_the_best_constant_answer(repeats, ignored):
+    """Also of sequences, whose samples have several labels, and where labels are ignored."""
+    x, y = classes()
+    x, y = (part[:, None].repeat_interleave(repeats, 1) for part in (x, y))
+    y[:ignored] = -100
+    counted = y[ignored:].flatten()
+    answer = (counted.bincount() / len(counted)).log()
+    constant = -answer[counted].sum().item()
+    found = structure_function(lambda: nn.Linear(4, 3), (x, y), [1.0], training=QUICK)
+    assert found.samples * found.label_entropy == pytest.approx(constant, rel=1e-5)
+
+
+def test_a_training_that_diverges_gives_no_numbers():
+    wild = replace(QUICK, learning_rate=1e30)
+    with pytest.raises(ValueError, match="`training` must come to finite weights, but"):
+        structure_function(network, classes(), [1.0], training=wild)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,3 +124,12 @@ def test_wandb_gets_image_table_and_scalars(tmp_path, monkeypatch):
     assert logged["taskinfo/digits/table"].data[1] == curve().table()[1][1]
     assert logged["taskinfo/digits/critical_beta"] == curve().critical_beta()
     assert logged["taskinfo/digits/complexity"] == curve().complexity(1.0).value
+
+
+def test_a_sweep_that_begins_below_the_threshold_does_not_enclose_the_critical_beta():
+    """A later point that is worse by chance is no crossing."""
+    found = curve(
+        betas=(10.0, 1.0, 0.1), kl=(1.0, 2.0, 3.0), loss=(20.0, 69.0, 10.0), loss_error=(1.0,) * 3
+    )
+    found = replace(found, label_entropy=0.7, samples=100)
+    assert found.critical_beta() is None

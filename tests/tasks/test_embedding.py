@@ -202,3 +202,10 @@ def test_a_run_of_wandb_gets_images_tables_and_scalars(tmp_path, tasks, monkeypa
     assert distances["columns"] == ["from", "a", "b", "near a", "d"]
     assert [row[1:] for row in distances["data"]] == embedding_distances(tasks, alpha=0.2).tolist()
     assert len(json.loads(files["tasks"].read_text())["data"]) == 4
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.15])
+def test_an_embedding_of_zeros_has_no_distance(tasks, alpha):
+    nothing = make("nothing", torch.zeros_like(tasks[0].vector).tolist())
+    with pytest.raises(ValueError, match=r"`embeddings` must not be zero.*got \['nothing'\]"):
+        embedding_distances([*tasks, nothing], alpha=alpha)
