@@ -174,7 +174,8 @@ def _found_out(
     forward_fn: Forward | None,
 ) -> Call:
     """Call the model in every way that it may be meant; the first that works says how batches are read."""
-    few: Parts = take(parts, itemgetter(slice(FEW)))
+    rows = _telling_rows(parts.targets)
+    few: Parts = take(parts, itemgetter(rows))
     try:
         if forward_fn is None:
             call, outputs = settle_call(model, few)
@@ -196,7 +197,15 @@ def _found_out(
     if labels.ndim != 2 or outputs.ndim != 3:
         return call
     inner = inner_model(model)
-    prompt = 0 if inner is None else max(0, outputs.shape[1] - labels.shape[1])
+    if type(inner).__name__.endswith("ForCTC"):
+        raise ValueError(
+            f"{type(inner).__name__} has a label for each sound and not for each output: set `batch_fn` to a function "
+            "of the batch that returns (inputs, targets) with one target for each output."
+        )
+    adapter = getattr(inner, "active_peft_config", None)
+    prompt = 0
+    if getattr(adapter, "is_prompt_learning", False):
+        prompt = max(0, outputs.shape[1] - labels.shape[1])
 
     def run(inputs: Any) -> Tensor:
         with observing(model), torch.no_grad():
@@ -206,6 +215,15 @@ def _found_out(
         counted = few.targets != IGNORED
         if isinstance(few.fields, Mapping) and "attention_mask" in few.fields:
             counted &= few.fields["attention_mask"] != 0
-        return reads_ahead(run, call.inputs_of(few), tokens[:FEW], counted)
+        return reads_ahead(run, call.inputs_of(few), tokens[rows], counted)
 
-    return replace(call, follows=follows(inner, parts, ahead), prompt=prompt)
+    return replace(call, follows=follows(inner, parts, few, ahead), prompt=prompt)
+
+
+def _telling_rows(targets: Any) -> slice | Tensor:
+    """Return the first samples, or, where they have no token label that counts, those with the most."""
+    rows = slice(FEW)
+    if not isinstance(targets, Tensor) or targets.ndim != 2:
+        return rows
+    counts = (targets != IGNORED).sum(1)
+    return rows if bool(counts[rows].any()) else counts.argsort(descending=True)[rows]

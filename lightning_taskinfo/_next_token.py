@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from lightning_taskinfo._calls import FEW, is_encoder_decoder, positional_parameters, shifted
+from lightning_taskinfo._calls import is_encoder_decoder, positional_parameters, shifted
 from lightning_taskinfo._fields import Parts
-from lightning_taskinfo._nested import IGNORED, first_samples, take, tensors
+from lightning_taskinfo._nested import IGNORED, take, tensors
 from lightning_taskinfo._observe import observing
 
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -18,6 +18,7 @@ CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 def follows(
     inner: nn.Module | None,
     parts: Parts,
+    few: Parts,
     reads_ahead: Callable[[Tensor], bool],
 ) -> bool:
     """Whether the labels ``[N, T]`` of a sequence are predicted by the outputs at the token before.
@@ -29,7 +30,8 @@ def follows(
     Args:
         inner: The Hugging Face model, if there is one.
         parts: The batch.
-        reads_ahead: Whether outputs depend on later ones of these tokens, ``[N, T]``.
+        few: A few of its samples, on which the model is asked.
+        reads_ahead: Whether outputs for these depend on later ones of the batch's tokens, ``[N, T]``.
     """
     labels = parts.targets
     tokens = parts.inputs
@@ -44,11 +46,11 @@ def follows(
         return False
     if inner is None:
         return bool(copies) and parts.target is not None and not reads_ahead(copies[0])
-    arguments, _ = first_samples(parts.fields, None, FEW)
+    arguments = few.fields
     if not isinstance(arguments, Mapping):
         arguments = {positional_parameters(inner)[0].name: arguments}
-    arguments.pop(parts.target, None)
-    shifts = _loss_shifts(inner, arguments, labels[:FEW])
+    arguments = {name: value for name, value in arguments.items() if name != parts.target}
+    shifts = _loss_shifts(inner, arguments, few.targets)
     if shifts is not None:
         return shifts
     base: Any = getattr(inner, "get_base_model", lambda: inner)()  # of adapters

@@ -166,3 +166,35 @@ def test_copies_of_the_tokens_are_shifted_for_networks_that_do_not_see_the_next_
     if shifted:
         expected = torch.cat([labels[:, 1:], torch.full((4, 1), -100)], 1)
     assert torch.equal(read_batch(batch, make())[1], expected)
+
+
+def test_a_model_is_asked_about_samples_whose_labels_count():
+    """Here the first two have none: what the model does with them tells nothing."""
+    model = masked_model().eval()
+    tokens = torch.randint(3, 20, (5, 6))
+    labels = tokens.clone()
+    labels[:2] = -100
+    batch = {"input_ids": tokens, "labels": labels}
+    torch.testing.assert_close(our_loss(model, batch), own_loss(model, batch))
+
+
+@pytest.mark.parametrize("labels", [4, 9])
+def test_labels_of_sounds_are_no_labels_of_outputs(labels):
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    config = Wav2Vec2Config(
+        vocab_size=8,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        conv_dim=(8,),
+        conv_stride=(10,),
+        conv_kernel=(10,),
+        num_feat_extract_layers=1,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+    )
+    batch = {"input_values": torch.randn(3, 90), "labels": torch.randint(1, 8, (3, labels))}
+    with pytest.raises(ValueError, match=r"`batch_fn`.*one target for each output"):
+        read_batch(batch, Wav2Vec2ForCTC(config))

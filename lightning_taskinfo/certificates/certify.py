@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._batches import Reader
-from lightning_taskinfo._nested import IGNORED, sample_count
+from lightning_taskinfo._nested import IGNORED, sample_count, tensors
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._progress import Progress, counted, shown, silent
 from lightning_taskinfo._ranges import check_counts, check_positive, check_probability
@@ -190,6 +190,9 @@ def certify(
 
     with observing(model), shown(progress, "certify", len(betas)) as tell:
         subject = Subject(model, samples, seed, error, loss_fn, forward_fn)
+        for argument, given in {"unlabelled": fresh, "held_out": labelled}.items():
+            if given is not None:
+                _check_inputs(subject, argument, given[0])
         tested = None if labelled is None else replace(subject, samples=labelled)
         model_risk = float(subject.all_losses().mean())
         if known_error is not None:
@@ -246,6 +249,18 @@ def certify(
         candidates=tuple(rows),
         post=post,
     )
+
+
+@torch.no_grad()
+def _check_inputs(subject: Subject, argument: str, inputs: Any) -> None:
+    """Refuse inputs that the network cannot be called on, such as those of another width."""
+    try:
+        subject.outputs(inputs, slice(2))
+    except RuntimeError as error:
+        wanted, found = ([list(x.shape) for x in tensors(y)] for y in (subject.inputs, inputs))
+        raise ValueError(
+            f"`{argument}` must hold inputs like those of `data`, of shape {wanted}, got {found}: {error}"
+        ) from error
 
 
 def _check_known_error(found: float, known: float, n: int) -> None:

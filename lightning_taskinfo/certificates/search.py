@@ -130,7 +130,7 @@ def curvatures_of(
         matrices = layer_input_matrices(model, inputs, forward_fn=forward)
     factors: Mapping[str, KroneckerFactors] = {}
     if {"neuron", "kron"} & {*structures}:
-        factors = kronecker_factors(model, inputs, **sampled)
+        factors = kronecker_factors(model, inputs, targets, **sampled)
 
     found: dict[str, Curvature] = {}
     for structure in structures:

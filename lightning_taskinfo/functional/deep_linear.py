@@ -397,7 +397,8 @@ def layer_product(
         power = x.pow(depth - 1)
         value = power * (x - u) - s
         slope = depth * power - (depth - 1) * u * x.pow(depth - 2)
-        x = torch.where(s.isfinite(), x - value / slope, torch.inf)
+        # At the root itself, which may be 0 or infinite, the quotient need not exist.
+        x = x - torch.where(value > 0, value / slope, 0.0)
     return x.pow((depth - 1) / 2)
 
 

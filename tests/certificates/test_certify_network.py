@@ -199,3 +199,15 @@ def test_what_could_not_be_checked_is_listed(certificate):
     text = "; ".join(certificate.assumptions)
     assert "unlabelled inputs" in text
     assert "held-out samples" in text
+
+
+@pytest.mark.parametrize("argument", ["unlabelled", "held_out"])
+def test_inputs_of_another_width_are_refused_before_the_search(trained, data, prior, argument):
+    wide = torch.randn(200, 5)
+    given = wide if argument == "unlabelled" else (wide, torch.zeros(200, dtype=torch.long))
+    steps = []
+    with pytest.raises(ValueError, match=rf"`{argument}` .*\[600, 4\].*got \[\[200, 5\]\]"):
+        certify(
+            trained, data, prior, **{argument: given}, progress=lambda *told: steps.append(told)
+        )
+    assert not steps

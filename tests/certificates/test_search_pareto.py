@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from matplotlib.figure import Figure
+from torch import nn
 
 from lightning_taskinfo.certificates import Candidate, Prior, pareto_front
 from lightning_taskinfo.certificates.search import Search, curvatures_of
@@ -94,3 +95,20 @@ def test_a_point_on_a_grey_line_has_that_bound():
         for x, y in (g[9] for g in grey)
     ]
     assert [bound.item() for bound in bounds] == pytest.approx([0.05, 0.1, 0.2, 0.3, 0.5], abs=1e-6)
+
+
+def test_padding_has_no_part_in_kronecker_factors():
+    """The block of a bias is exact: drawn labels give each token that counts a mean squared gradient of 1 - |p|²."""
+    torch.manual_seed(0)
+    n = 2000
+    model = nn.Sequential(nn.Embedding(12, 6), nn.Linear(6, 2)).eval()
+    tokens, labels = torch.randint(12, (n, 4)), torch.randint(2, (n, 4))
+    labels[:, 2:] = -100
+    subject = Subject(model, (tokens, labels), error="token")
+    blocks = curvatures_of(subject, ["kron"], n)["kron"]
+    (found,) = (block.eigenvalues.sum() for block in blocks if block.names == ("1.bias",))
+    with torch.no_grad():
+        p = model(tokens[:, :2]).softmax(-1)
+    expected = (1 - p.square().sum(-1)).sum().item()
+    # The square of a sum of two independent gradients has at most about its mean as standard deviation.
+    assert found.item() == pytest.approx(expected, rel=3 / math.sqrt(n))

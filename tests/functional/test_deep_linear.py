@@ -11,6 +11,7 @@ from lightning_taskinfo.functional.deep_linear import (
     fine_tuning_risk,
     fine_tuning_risk_noiseless,
     fine_tuning_transferability,
+    layer_product,
     linear_transfer_risk,
     linear_transferability,
     negative_transfer_interval,
@@ -127,6 +128,21 @@ def test_layers_balance(depth):
     )  # depth + 1 layers, so that the root can be undone
     norm = gamma + gamma * sigma.square() / (1 - gamma)
     torch.testing.assert_close(b.square(), norm * b.pow(-2 * depth) + 1 - gamma)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 6])
+@pytest.mark.parametrize("unseen", [0.0, 1e-6, 0.3, 2.0])
+@pytest.mark.parametrize("scratch", [0.0, 1e-6, 0.7, 50.0])
+def test_the_product_is_that_of_a_root_found_by_bisection(scratch, unseen, depth):
+    low, high = 0.0, 100.0
+    for _ in range(200):
+        x = (low + high) / 2
+        if x**depth > unseen * x ** (depth - 1) + scratch:
+            high = x
+        else:
+            low = x
+    found = layer_product(f64(scratch), f64(unseen), depth)
+    assert found.item() == pytest.approx(high ** ((depth - 1) / 2), rel=1e-9, abs=1e-15)
 
 
 def test_two_layers_have_a_quadratic():
