@@ -33,8 +33,8 @@ class PACBayesCertificate(CenteredProbe):
     The prior is centred at the weights with which training began. They are copied when training
     starts, kept in checkpoints, and independent of the training data only if ``prior_origin`` can
     say so. The last certificate is the attribute ``certificate``; beside its bound go
-    ``certificate_risk``, ``certificate_risk_upper``, ``certificate_kl``, ``certificate_model_risk``
-    and ``certificate_valid`` (1 or 0) to the loggers. At the end of training, unless told
+    ``certificate_risk``, ``certificate_risk_upper``, ``certificate_kl``, ``certificate_model_risk``,
+    ``certificate_valid`` (1 or 0) and ``certificate_repeated_samples`` to the loggers. At the end of training, unless told
     otherwise.
 
     With ``pareto`` the loggers also get the trade-off of accuracy and complexity, structure by
@@ -197,6 +197,7 @@ class PACBayesCertificate(CenteredProbe):
             "certificate_model_risk": observed.model_risk,
             "certificate_kl": observed.kl,
             "certificate_valid": float(observed.valid),
+            "certificate_repeated_samples": float(observed.repeated),
         }
 
     def _report(self) -> None:

@@ -167,6 +167,7 @@ class Certificate:
         kl: ``KL(Q‖P)`` in nats.
         price: Price of choosing the prior's scales by the data, in nats.
         n: Number of samples.
+        repeated: How many of them occur more than once, with the same label.
         delta: Probability with which the theorem may fail.
         delta_draws: Probability with which the Monte-Carlo interval may fail.
         draws: Number of stochastic networks drawn for the interval, none of them used in the
@@ -196,6 +197,7 @@ class Certificate:
     kl: float
     price: float
     n: int
+    repeated: int
     delta: float
     delta_draws: float
     draws: int
@@ -362,6 +364,8 @@ class Certificate:
         return figure, ax
 
     def _sentences(self) -> list[str]:
+        if not self.valid:
+            return [self.reading()]
         return [self.reading(), self.comparison(), self.advice()]
 
     def __str__(self) -> str:

@@ -5,7 +5,7 @@ inputs; and that of held-out labels.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, Literal, TypeAlias
@@ -28,8 +28,10 @@ from lightning_taskinfo.certificates.certificate import (
 from lightning_taskinfo.certificates.prior import Prior
 from lightning_taskinfo.certificates.samples import (
     Data,
+    Repeats,
     Samples,
     check_fresh,
+    count_repeats,
     read_inputs,
     read_labelled,
 )
@@ -187,6 +189,12 @@ def certify(
     if held_out is not None:
         labelled = read_labelled(held_out, argument="held_out", model=model, reader=reader)
     notes = _check_use(prior, samples, fresh, labelled)
+    repeats = {"data": count_repeats(samples)}
+    if fresh is not None:
+        repeats["unlabelled"] = count_repeats((fresh[0], None))
+    if labelled is not None:
+        repeats["held_out"] = count_repeats(labelled)
+    copied, told = _about_repeats(repeats)
 
     with observing(model), shown(progress, "certify", len(betas)) as tell:
         subject = Subject(model, samples, seed, error, loss_fn, forward_fn)
@@ -199,7 +207,7 @@ def certify(
             _check_known_error(model_risk, known_error, subject.n)
         counts = None if fresh is None else _counts(subject, fresh[1])
         few = pick(subject.inputs, slice(4))
-        reasons = priors.reasons_against(model, prior, few, subject.outputs)
+        reasons = copied + priors.reasons_against(model, prior, few, subject.outputs)
         curvatures = curvatures_to_try(subject, structure, curvature_samples)
         search = Search(subject, prior, curvatures, delta, theorem)
         rows = search.rows(betas, network=fresh is not None, progress=tell)
@@ -226,13 +234,14 @@ def certify(
         bound=bound,
         valid=not reasons,
         reasons=tuple(reasons),
-        assumptions=(*priors.assumptions(model, prior), *notes),
+        assumptions=(*priors.assumptions(model, prior), *told, *notes),
         risk=float(risks.mean()),
         risk_interval=(low, high),
         model_risk=model_risk,
         kl=best.kl,
         price=best.price,
         n=subject.n,
+        repeated=repeats["data"].repeated,
         delta=delta,
         delta_draws=delta_draws,
         draws=draws,
@@ -302,6 +311,23 @@ def _check_use(
         if new is not None and old is not None and new[0] is not old:
             notes += check_fresh(argument, new[0], old, what)
     return notes
+
+
+def _about_repeats(repeats: Mapping[str, Repeats]) -> tuple[list[str], list[str]]:
+    """Return where samples are mostly copies, which prove nothing, and what a reader should know about a few."""
+    reasons = []
+    notes = []
+    for argument, (total, repeated, distinct) in repeats.items():
+        if repeated:
+            notes.append(
+                f"{repeated} of {total} samples of `{argument}` occur more than once: they count as drawn independently"
+            )
+        if 2 * distinct <= total:
+            reasons.append(
+                f"only {distinct} of {total} samples of `{argument}` differ from each other, and copies are no "
+                "independent draws"
+            )
+    return reasons, notes
 
 
 def _counts(subject: Subject, targets: Tensor | None) -> Tensor | None:

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -211,6 +211,29 @@ def fingerprints(inputs: Any) -> list[bytes]:
         for hashed, row in zip(hashes, values.numpy(), strict=True):
             hashed.update(row.tobytes())
     return [hashed.digest() for hashed in hashes]
+
+
+class Repeats(NamedTuple):
+    """How many samples there are, how many of them have an exact twin, and how many are different."""
+
+    total: int
+    repeated: int
+    distinct: int
+
+
+def count_repeats(samples: tuple[Any, Tensor | None]) -> Repeats:
+    """Count samples that occur more than once, by input and label.
+
+    Args:
+        samples: Inputs, and their labels where those count.
+
+    Example:
+        >>> count_repeats((torch.tensor([1, 1, 1, 2]), torch.tensor([0, 0, 5, 0])))
+        Repeats(total=4, repeated=2, distinct=3)
+    """
+    counts = Counter(fingerprints(samples))
+    repeated = sum(count for count in counts.values() if count > 1)
+    return Repeats(counts.total(), repeated, len(counts))
 
 
 def check_fresh(argument: str, fresh: Any, used: Any, what: str) -> list[str]:

@@ -379,3 +379,12 @@ def test_frozen_weights_are_not_kept_and_still_watched(tmp_path, loader, model, 
     assert callback.certificate.valid == valid
     if not valid:
         assert "net.0.weight" in " ".join(callback.certificate.reasons)
+
+
+def test_copies_of_samples_are_counted_and_not_certified(tmp_path):
+    x, y = blobs(32, seed=0)
+    twins = TensorDataset(torch.cat([x, x]), torch.cat([y, y]))
+    callback = PACBayesCertificate(**QUICK)
+    fit(tmp_path, callback, model=Plain, loader=DataLoader(twins, batch_size=16))
+    (row,) = callback.history
+    assert (row["certificate_repeated_samples"], row["certificate_valid"]) == (64.0, 0.0)

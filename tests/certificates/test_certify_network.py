@@ -211,3 +211,42 @@ def test_inputs_of_another_width_are_refused_before_the_search(trained, data, pr
             trained, data, prior, **{argument: given}, progress=lambda *told: steps.append(told)
         )
     assert not steps
+
+
+def repeated(samples, times):
+    return tuple(part.repeat(times, *[1] * (part.ndim - 1)) for part in samples)
+
+
+def test_samples_given_many_times_prove_nothing(trained, data, prior):
+    """Twenty copies would lower the bound by a third without a new sample."""
+    once = certify(trained, data, prior, **QUICK)
+    copies = certify(trained, repeated(data, 20), prior, **QUICK)
+    assert copies.bound < once.bound
+    assert (once.valid, once.repeated) == (True, 0)
+    assert (copies.valid, copies.repeated) == (False, 12_000)
+    assert "600 of 12000 samples of `data` differ" in copies.reasons[0]
+    note = "12000 of 12000 samples of `data` occur more than once: they count as drawn independently"
+    assert note in copies.assumptions
+    assert note in str(copies)
+    assert note in copies.to_dict()["assumptions"]
+    assert not [line for line in once.assumptions if "more than once" in line]
+
+
+def test_a_few_samples_that_occur_twice_are_told(trained, data, prior):
+    x, y = data
+    some = torch.cat([x, x[:5]]), torch.cat([y, y[:5]])
+    found = certify(trained, some, prior, **QUICK)
+    assert (found.valid, found.repeated) == (True, 10)
+    assert any("10 of 605 samples of `data`" in line for line in found.assumptions)
+    relabelled = torch.cat([x, x[:5]]), torch.cat([y, 1 - y[:5]])
+    assert certify(trained, relabelled, prior, **QUICK).repeated == 0
+
+
+def test_repeated_unlabelled_and_held_out_samples_prove_nothing(trained, data, prior):
+    held_out = repeated(blobs(100, 7), 20)
+    found = certify(trained, data, prior, held_out=held_out, **QUICK)
+    assert "100 of 2000 samples of `held_out` differ" in found.reasons[0]
+    assert "stronger" not in str(found)  # no proof is praised that is none
+    (unlabelled,) = repeated((UNLABELLED,), 3)
+    found = certify(trained, data, prior, unlabelled=unlabelled, **QUICK)
+    assert "1000 of 3000 samples of `unlabelled` differ" in found.reasons[0]

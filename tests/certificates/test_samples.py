@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from lightning_taskinfo.certificates import samples
-from lightning_taskinfo.certificates.samples import check_fresh, fingerprints, read_pair
+from lightning_taskinfo.certificates.samples import (
+    check_fresh,
+    count_repeats,
+    fingerprints,
+    read_pair,
+)
 
 
 def test_equal_rows_have_equal_prints_whatever_holds_them():
@@ -55,3 +60,11 @@ def test_batches_of_several_shapes_are_refused(monkeypatch):
     data = [(torch.zeros(size), 0) for size in (2, 3, 2)]
     with pytest.raises(ValueError, match="`data` must hold samples of one shape, got several"):
         read_pair(data, argument="data")
+
+
+def test_samples_that_occur_more_than_once_are_counted_by_input_and_label():
+    x = torch.tensor([[0.0], [0.0], [0.0], [1.0], [2.0]])
+    y = torch.tensor([0, 0, 1, 0, 0])
+    assert count_repeats((x, y)) == (5, 2, 4)
+    assert count_repeats((x, None)) == (5, 3, 3)
+    assert count_repeats(({"a": x, "b": y}, y)) == (5, 2, 4)
