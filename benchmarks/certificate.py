@@ -28,13 +28,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_taskinfo._files import write_json
-from lightning_taskinfo.certificates import Certificate, Prior, certify, pareto_front, zero_one_loss
+from lightning_taskinfo.certificates import Certificate, Prior, certify, zero_one_loss
 from lightning_taskinfo.certificates.certificate import round_up
 from lightning_taskinfo.data import load_dataset
-from lightning_taskinfo.plotting import plot_pareto
 
 DELTA_DRAWS = DELTA_NETWORK = 0.01  # each shared by the structures of a run
-STRUCTURES = ("isotropic", "diagonal", "layer_inputs", "neuron", "kron")
+STRUCTURES = ("isotropic", "diagonal", "neuron", "kron")
 CONFIDENCE = 1 - 0.04 - DELTA_DRAWS
 NOTE = (
     f"The certificates of one run, structure by structure, hold together with confidence {CONFIDENCE:g}: each "
@@ -165,16 +164,6 @@ def check(row: Any) -> None:
     assert row["test_error"] <= row["network"]["bound"], row
 
 
-def picture(model: nn.Module, data: Split, prior: Prior, path: Path) -> None:
-    """Draw what each structure trades for what, and keep the rows beside the picture."""
-    betas = [10 ** (j / 3) for j in range(-4, 6)]
-    rows = pareto_front(
-        model, data, prior, betas=betas, curvature_samples=30_000
-    )  # rare pixels matter to the oracle
-    plot_pareto(rows, len(data[0]))[0].savefig(path, dpi=150)
-    path.with_suffix(".json").write_text(json.dumps([vars(row) for row in rows], indent=1) + "\n")
-
-
 def save(rows: list[Any], out: Path, threads: int) -> None:
     environment = {
         "torch": torch.__version__,
@@ -203,9 +192,6 @@ def main() -> None:
     parser.add_argument("--structures", nargs="*", default=STRUCTURES)
     parser.add_argument("--draws", type=int, default=1_000, help="fresh networks a certificate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--picture", type=Path, help="draw the trade-off of the first run here, and do nothing else"
-    )
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -215,10 +201,6 @@ def main() -> None:
         "initialisation": from_initialisation(data, arguments.seed, arguments.epochs),
         "half": from_half(data, arguments.seed),
     }
-    if arguments.picture:
-        _, model, samples, prior = next(runs[arguments.centers[0]])
-        picture(model, samples, prior, arguments.picture)
-        return
     stored = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
     rows = {(row["run"], row["structure"]): row for row in stored}
     for name, model, samples, prior in chain.from_iterable(

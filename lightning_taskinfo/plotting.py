@@ -17,7 +17,6 @@ __all__ = [
     "plot_bars",
     "plot_curves",
     "plot_intervals",
-    "plot_pareto",
     "plot_ranking",
 ]
 
@@ -70,69 +69,6 @@ def plot_curves(
     ax.set(xlabel=x, ylabel=ylabel)
     ax.legend(frameon=False)
     return fig, ax
-
-
-def plot_pareto(
-    rows: Iterable[Any],
-    n: int,
-    *,
-    delta: float = 0.04,
-    chance: float = 0.5,
-    ax: Given = None,
-) -> Drawn:
-    """Draw the accuracy of stochastic networks against their complexity, one line per structure of the curvature.
-
-    Where a point lies decides what it certifies: grey lines join points of the same bound, and the
-    region in which the bound beats chance is shaded. Rows named ``"oracle"`` are drawn dashed:
-    their prior saw the data, so they certify nothing, and they are a limit only as far as the
-    second-order model of the loss holds.
-
-    Args:
-        rows: Post-distributions with ``structure``, ``risk``, ``kl`` and ``price``, as from
-            :func:`~lightning_taskinfo.certificates.pareto_front`.
-        n: Number of samples.
-        delta: Probability in the bound's log term.
-        chance: Error of a guess.
-        ax: Draw here instead of in a new figure.
-
-    Returns:
-        The figure and its axes.
-    """
-    fig, ax = figure_and_axes(ax, frame=False)
-    extra = math.log(2 * math.sqrt(n) / delta)
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        complexity = (row.kl + row.price + extra) / n
-        lines.setdefault(row.structure, []).append((complexity, 1 - row.risk))
-    for name, points in lines.items():
-        line = "k--" if name == "oracle" else ".-"
-        ax.plot(*zip(*sorted(points), strict=True), line, label=name)
-    ax.set(
-        xscale="log",
-        xlabel="complexity: (KL + price + log term) / N",
-        ylabel="accuracy of stochastic networks",
-    )
-    _draw_bounds(ax, chance)
-    ax.legend(frameon=False, title="curvature")
-    return fig, ax
-
-
-def _draw_bounds(ax: "Axes", chance: float) -> None:
-    """Draw where kl(risk‖bound) = complexity, for a few bounds, and leave the limits of the axes to the points."""
-    import numpy as np
-
-    bottom, _ = ax.get_ylim()
-    ax.set(xlim=ax.get_xlim(), ylim=(bottom, 1.0))
-    for bound in sorted({0.05, 0.1, 0.2, 0.3, chance}):
-        risk = np.linspace(1e-9, bound - 1e-9, 500)
-        accuracy = 1 - risk
-        complexity = risk * np.log(risk / bound) + accuracy * np.log(accuracy / (1 - bound))
-        ax.plot(complexity, accuracy, color="0.7", linewidth=0.8, zorder=0)
-        place = (complexity[0], 1.0)
-        ax.annotate(f"≤ {bound:g}", place, fontsize=7, color="0.4", ha="center", va="bottom")
-        if bound == chance:
-            left, _ = ax.get_xlim()
-            ax.fill_betweenx(accuracy, left, complexity, color="0.95", zorder=-1)
 
 
 def plot_ranking(

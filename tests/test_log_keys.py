@@ -140,9 +140,7 @@ def test_callbacks():
         TrainStepNorms(every_n_steps=2, name="every_step"),
         InformationInWeights(),
         LocalMinimum(max_samples=20, draws=3),
-        PACBayesCertificate(
-            prior_origin="random initialisation", draws=10, betas=(1.0,), pareto=True
-        ),
+        PACBayesCertificate(prior_origin="random initialisation", draws=10, betas=(1.0,)),
     ]
     logger = Recorder()
     trainer = pl.Trainer(

@@ -8,7 +8,6 @@ from torch import nn
 
 from lightning_taskinfo import Prior, Training, certify, structure_function, task_distance
 from lightning_taskinfo._progress import counted, shown
-from lightning_taskinfo.certificates import pareto_front
 
 X, Y = torch.linspace(-1, 1, 16)[:, None], (torch.arange(16) > 8).long()
 QUICK = Training(pretrain_steps=1, steps=1)
@@ -22,10 +21,6 @@ def of_certify(progress):
     return certify(
         network(), (X, Y), Prior(), structure="diagonal", draws=3, betas=[1, 2], progress=progress
     )
-
-
-def of_pareto_front(progress):
-    return pareto_front(network(), (X, Y), structure="diagonal", betas=[1], progress=progress)
 
 
 def of_structure_function(progress):
@@ -46,7 +41,6 @@ TOLD = {  # the call -> what a function of ours is told
         (2, 3, "draws"),
         (3, 3, "draws"),
     ],
-    of_pareto_front: [(1, 2, "picture"), (2, 2, "picture")],
     of_structure_function: [(1, 2, "β = 2"), (2, 2, "β = 1")],
     of_task_distance: [(1, 2, "seed-0_task-0"), (2, 2, "seed-0_task-0-0")],
 }

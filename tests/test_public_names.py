@@ -71,7 +71,7 @@ def test_the_parts_are_found():
     some |= {
         "tasks.simulate_transfer",
         "functional.gaussian.gaussian_kl_diag",
-        "plotting.plot_pareto",
+        "plotting.plot_ranking",
     }
     assert some <= set(NAMES)
 

@@ -143,6 +143,10 @@ def run_units(
             break
         unit_start = cpu_seconds()
         found = experiment.run(settings, data_dir, *folders)
+        if any(
+            found.get(key, value) != value for key, value in settings.items()
+        ):  # forgotten, and never restored
+            raise ValueError(f"results must not be named like settings, got {sorted(found)}.")
         unit = {"unit": name, "settings": settings, "data": data, "commit": commit()}
         unit |= {"seconds": round(cpu_seconds() - unit_start, 2), "found": found}
         append_line(path, unit)

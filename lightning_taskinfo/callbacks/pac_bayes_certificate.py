@@ -1,7 +1,6 @@
 """Certify a network at the end of its training, or every few epochs."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,17 +13,14 @@ from lightning_taskinfo.callbacks.source import Samples
 from lightning_taskinfo.certificates import (
     BETAS,
     PRIOR_STDS,
-    Candidate,
     Certificate,
     Prior,
     certify,
-    pareto_front,
 )
 from lightning_taskinfo.certificates.certify import check_choices
 from lightning_taskinfo.certificates.prior import fixed_hashes
 from lightning_taskinfo.certificates.search import Structures, named_structures
 from lightning_taskinfo.certificates.subject import ErrorKind, check_scores, check_word
-from lightning_taskinfo.plotting import plot_pareto
 
 
 class PACBayesCertificate(CenteredProbe):
@@ -34,13 +30,8 @@ class PACBayesCertificate(CenteredProbe):
     starts, kept in checkpoints, and independent of the training data only if ``prior_origin`` can
     say so. The last certificate is the attribute ``certificate``; beside its bound go
     ``certificate_risk``, ``certificate_risk_upper``, ``certificate_kl``, ``certificate_model_risk``,
-    ``certificate_valid`` (1 or 0) and ``certificate_repeated_samples`` to the loggers. At the end of training, unless told
-    otherwise.
-
-    With ``pareto`` the loggers also get the trade-off of accuracy and complexity, structure by
-    structure and for the oracle prior: ``certificate_pareto_figure``, ``certificate_pareto_table``
-    and the smallest value of each structure, ``certificate_pareto_neuron`` and so on. These are
-    estimates from a few networks and certify nothing; the rows are the attribute ``tradeoff``.
+    ``certificate_valid`` (1 or 0) and ``certificate_repeated_samples`` to the loggers. At the end of
+    training, unless told otherwise.
 
     Args:
         prior_origin: Where the weights at the start of training come from:
@@ -58,8 +49,6 @@ class PACBayesCertificate(CenteredProbe):
         error: What counts as an error: ``"class"`` for logits ``[N, C]``; for ``[N, T, V]`` the
             share of wrong ``"token"`` positions of each sequence, or whether a ``"sequence"`` has
             any.
-        pareto: Whether to draw the trade-off at the end of training; it takes longer than the
-            certificate.
         every_n_epochs: Epochs between two certificates; only at the end by default. Each holds with
             its own confidence.
         max_samples: At most this many random training samples are certified on; they are kept in
@@ -92,7 +81,6 @@ class PACBayesCertificate(CenteredProbe):
         delta: float = 0.04,
         delta_draws: float = 0.01,
         error: ErrorKind = "class",
-        pareto: bool = False,
         every_n_epochs: int | None = None,
         max_samples: int = 1_000_000,
         name: str | None = None,
@@ -116,7 +104,7 @@ class PACBayesCertificate(CenteredProbe):
         check_positive(prior_stds=prior_stds)
         check_choices(delta, draws, betas, delta_draws=delta_draws)
         check_word("error", error, ErrorKind)
-        named_structures(structure, error)  # refuses what it does not know
+        named_structures(structure)  # refuses what it does not know
         self.error = error
         self.prior_origin = prior_origin
         self.structure = structure
@@ -125,9 +113,7 @@ class PACBayesCertificate(CenteredProbe):
         self.draws = draws
         self.delta = delta
         self.delta_draws = delta_draws
-        self.pareto = pareto
         self.certificate: Certificate | None = None
-        self.tradeoff: list[Candidate] = []
         self._fixed: dict[str, str] = {}  # hashes of frozen weights and buffers at the start
         self._late = False
         self._bar = False
@@ -146,7 +132,6 @@ class PACBayesCertificate(CenteredProbe):
                 )
                 break
         self.certificate = None
-        self.tradeoff = []
         self._bar = trainer.is_global_zero and trainer.progress_bar_callback is not None
         known = self.begin(pl_module)
         if not known:  # otherwise from a checkpoint, or an earlier fit: before the data were seen
@@ -165,28 +150,22 @@ class PACBayesCertificate(CenteredProbe):
         check_scores(self.error, outputs, targets, who=self.state_key)
 
     def observe(self, model: nn.Module, samples: Samples) -> Certificate:
+        origin = None if self._late else self.prior_origin
         return certify(
             model,
             (samples.inputs, samples.targets),  # type: ignore[arg-type]  # which were checked
+            Prior(self.center, origin, self.prior_stds, fixed=self._fixed),
             structure=self.structure,
-            draws=self.draws,
+            betas=self.betas,
+            delta=self.delta,
             delta_draws=self.delta_draws,
-            **self._options(),
+            draws=self.draws,
+            error=self.error,
+            batch_fn=lambda pair: pair,  # read already: labels would be shifted twice
+            forward_fn=self.forward_fn,
+            seed=self.seed,
+            progress=self._bar,
         )
-
-    def _options(self) -> dict[str, Any]:
-        """Return what the search of a certificate and that of the trade-off share."""
-        origin = None if self._late else self.prior_origin
-        return {
-            "prior": Prior(self.center, origin, self.prior_stds, fixed=self._fixed),
-            "batch_fn": lambda pair: pair,  # read already: labels would be shifted twice
-            "forward_fn": self.forward_fn,
-            "error": self.error,
-            "betas": self.betas,
-            "delta": self.delta,
-            "seed": self.seed,
-            "progress": self._bar,
-        }
 
     def summarise(self, observed: Certificate, samples: Samples) -> dict[str, float]:
         self.certificate = observed
@@ -199,25 +178,6 @@ class PACBayesCertificate(CenteredProbe):
             "certificate_valid": float(observed.valid),
             "certificate_repeated_samples": float(observed.repeated),
         }
-
-    def _report(self) -> None:
-        super()._report()
-        if not self.pareto or self.certificate is None or not self._trainer.is_global_zero:
-            return
-        pool = self._source.pool
-        self.tradeoff = pareto_front(self._trainer.lightning_module, pool, **self._options())
-        rows = []
-        best: dict[str, float] = {}
-        for candidate in self.tradeoff:
-            row = dict(vars(candidate))
-            del row["prior_std"]
-            rows.append(row)
-            name = f"certificate_pareto_{candidate.structure}"
-            best[name] = min(candidate.bound, best.get(name, 1.0))
-        for logger in self._trainer.loggers:
-            logger.log_metrics(self._logged(best), step=self._trainer.global_step)
-        plot = partial(plot_pareto, self.tradeoff, len(pool[1]), delta=self.delta)
-        self._log_rows("certificate_pareto", rows, plot)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "fixed": self._fixed, "late": self._late}

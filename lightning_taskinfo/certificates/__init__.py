@@ -8,7 +8,7 @@ from lightning_taskinfo.certificates.certificate import (
 )
 from lightning_taskinfo.certificates.certify import certify
 from lightning_taskinfo.certificates.prior import PRIOR_STDS, Prior
-from lightning_taskinfo.certificates.search import BETAS, Structure, pareto_front
+from lightning_taskinfo.certificates.search import BETAS, Structure
 from lightning_taskinfo.certificates.subject import zero_one_loss
 
 __all__ = [
@@ -21,6 +21,5 @@ __all__ = [
     "Structure",
     "TestSetBound",
     "certify",
-    "pareto_front",
     "zero_one_loss",
 ]

@@ -120,9 +120,9 @@ def certify(
         half_fn: How to train, ``half_fn(network, (inputs, targets))``: if given, a copy of the prior's centre is
             trained on a random half of the samples and becomes the centre, and the other half is certified on.
         structure: Curvature that shapes the post-distribution: ``"isotropic"``, ``"diagonal"`` (Fisher),
-            ``"layer_inputs"`` (one matrix of layer inputs per layer), ``"neuron"`` (the same, scaled by how sensitive
-            the loss is to a neuron), ``"kron"``; several of these, to take the best; ``"auto"`` for all that the
-            network's width allows; or a ready one of the sum of the loss.
+            ``"neuron"`` (a matrix of layer inputs, scaled by how sensitive the loss is to a neuron), ``"kron"``;
+            several of these, to take the best; ``"auto"`` for all that the network's width allows; or a ready one of
+            the sum of the loss, by parameter name.
         betas: Weights of the KL beside the sum of the loss to try; free.
         theorem: ``"kl"`` (Maurer–Seeger, the tightest), ``"mcallester"`` or ``"catoni"`` (with its parameter at 1);
             chosen before looking at the results.

@@ -1,9 +1,8 @@
-"""Gaussians over weights: isotropic, and block-diagonal in bases of their own."""
+"""Gaussians over weights: isotropic, and with the curvature of the loss, each parameter in a basis of its own."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import methodcaller
 from typing import TypeAlias
@@ -22,14 +21,82 @@ from lightning_taskinfo._observe import (
     trainable_parameters,
 )
 from lightning_taskinfo._ranges import check_positive
-from lightning_taskinfo.distributions.curvature import CurvatureBlock, turned
+from lightning_taskinfo.fisher import KroneckerFactors
+
+
+@dataclass(frozen=True)
+class CurvatureBlock:
+    r"""Curvature of the **sum** of the loss by one parameter, diagonal in a basis of its own.
+
+    The parameter is seen as a matrix :math:`W` with ``R`` rows and ``D`` columns. In the basis
+    :math:`\tilde W = U_L^\top W\, U_R` the curvature is diagonal: a basis on both sides is a Kronecker product, one on
+    the right a matrix that all rows share. Nothing larger than ``[R, R]`` or ``[D, D]`` is ever formed.
+
+    Attributes:
+        eigenvalues: Curvature in that basis, ``R·D`` numbers of any shape, float64.
+        left: :math:`U_L`, orthogonal, shape ``[R, R]``; ``None`` is the identity.
+        right: :math:`U_R`, orthogonal, shape ``[D, D]``; ``None`` is the identity.
+
+    Example:
+        >>> CurvatureBlock(torch.ones(2, 3)).left is None  # two neurons with three inputs, and a diagonal
+        True
+    """
+
+    eigenvalues: Tensor
+    left: Tensor | None = None
+    right: Tensor | None = None
+
 
 Weights: TypeAlias = Mapping[str, Tensor]
-Curvature: TypeAlias = Sequence[CurvatureBlock]
+Curvature: TypeAlias = Mapping[str, CurvatureBlock]
+
+
+def turned(tensor: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """Return ``left @ tensor @ right.T``, the tensor seen as a matrix; ``None`` is the identity."""
+    matrix = tensor
+    if right is not None:
+        matrix = matrix.reshape(-1, len(right)) @ right.T
+    if left is not None:
+        matrix = left @ matrix.reshape(len(left), -1)
+    return matrix.reshape(tensor.shape)
+
+
+def diagonal_curvature(diagonal: Weights) -> Curvature:
+    """Wrap a diagonal of the curvature of the sum of the loss, such as ``N`` times the diagonal Fisher.
+
+    Args:
+        diagonal: The diagonal by parameter name, non-negative, shaped like the parameters.
+
+    Example:
+        >>> diagonal_curvature({"weight": torch.ones(1, 2)})["weight"].eigenvalues
+        tensor([[1., 1.]], dtype=torch.float64)
+    """
+    return {name: CurvatureBlock(values.double()) for name, values in diagonal.items()}
+
+
+def kronecker_curvature(
+    factors: Mapping[str, KroneckerFactors], *, scale: float = 1.0
+) -> Curvature:
+    r"""Give each parameter a Kronecker product, :math:`H = s\,\mathrm{rows} \otimes \mathrm{columns}`.
+
+    Args:
+        factors: By parameter name, see :func:`~lightning_taskinfo.fisher.kronecker_factors`.
+        scale: The :math:`s`; the number of samples turns factors that are means into those of the sum of the loss.
+
+    Example:
+        >>> factors = KroneckerFactors(torch.diag(torch.tensor([3.0, 5.0])), torch.tensor([1.0, 2.0]))
+        >>> kronecker_curvature({"weight": factors}, scale=10.0)["weight"].eigenvalues.tolist()
+        [[30.0, 60.0], [50.0, 100.0]]
+    """
+    blocks = {}
+    for name, of_parameter in factors.items():
+        eigenvalues, left, right = of_parameter.eigen()
+        blocks[name] = CurvatureBlock(scale * eigenvalues, left, right)
+    return blocks
 
 
 class WeightGaussian:
-    """Independent groups of named weights, each diagonal in a basis of its own.
+    """Independent Gaussians of named weights, each diagonal in a basis of its own.
 
     It can be drawn from, measured, and put into a module for a while. The mean of half-precision
     weights is kept, and drawn around, in float32: a narrow Gaussian rounded to bfloat16 has another
@@ -37,12 +104,11 @@ class WeightGaussian:
 
     Args:
         mean: The mean by parameter name.
-        blocks: Groups whose ``eigenvalues`` are the **variances** in the group's basis, every
-            parameter in one.
+        blocks: By parameter name, blocks whose ``eigenvalues`` are the **variances**.
 
     Example:
-        >>> variances = [CurvatureBlock(("w",), torch.tensor([[4.0, 0.25]], dtype=torch.float64))]
-        >>> WeightGaussian({"w": torch.zeros(2)}, variances).log_det()  # log 4 + log 1/4
+        >>> variances = CurvatureBlock(torch.tensor([4.0, 0.25], dtype=torch.float64))
+        >>> WeightGaussian({"w": torch.zeros(2)}, {"w": variances}).log_det()  # log 4 + log 1/4
         tensor(0., dtype=torch.float64)
         >>> layer = nn.Linear(2, 1)
         >>> before = layer.weight.clone()
@@ -53,16 +119,9 @@ class WeightGaussian:
         True
     """
 
-    def __init__(self, mean: Weights, blocks: Sequence[CurvatureBlock]) -> None:
+    def __init__(self, mean: Weights, blocks: Curvature) -> None:
         self.mean = {name: at_least_float32(w.detach()).clone() for name, w in mean.items()}
-        self.blocks = list(blocks)
-        missing = Counter([*mean])
-        missing.subtract(name for block in blocks for name in block.names)
-        wrong = sorted(name for name, count in missing.items() if count)
-        if wrong:
-            raise ValueError(
-                f"`curvature` must cover every parameter once, got none or several for {wrong}."
-            )
+        self.blocks = blocks
 
     @contextmanager
     def with_weights(
@@ -90,27 +149,29 @@ class WeightGaussian:
             yield model
 
     @cached_property
-    def _drawing(self) -> list[CurvatureBlock]:
+    def _drawing(self) -> Curvature:
         """The blocks with standard deviations, in the weights' own precision: thousands of networks are drawn."""
-        drawing = []
-        for block in self.blocks:
-            converted = methodcaller("to", self.mean[block.names[0]].dtype)
+        drawing = {}
+        for name, mean in self.mean.items():
+            block = self.blocks[name]
+            converted = methodcaller("to", mean.dtype)
             parts = (block.eigenvalues.sqrt(), block.left, block.right)
-            drawing.append(CurvatureBlock(block.names, *take(parts, converted)))
+            drawing[name] = CurvatureBlock(*take(parts, converted))
         return drawing
 
     def sample(self, generator: Generator | None = None) -> ParamDict:
         """Draw weights, by parameter name."""
-        drawn: ParamDict = {}
-        for block in self._drawing:
+        drawn = {}
+        for name, block in self._drawing.items():
             std = block.eigenvalues
             noise = torch.randn(std.shape, generator=generator, dtype=std.dtype, device=std.device)
-            drawn |= block.unpack(turned(std * noise, block.left, block.right), self.mean)
-        return {name: mean + drawn[name] for name, mean in self.mean.items()}
+            mean = self.mean[name]
+            drawn[name] = mean + turned(std * noise, block.left, block.right).view_as(mean)
+        return drawn
 
     def log_det(self) -> Tensor:
         """Return the log-determinant of the covariance, float64 scalar."""
-        return torch.stack([block.eigenvalues.log().sum() for block in self.blocks]).sum()
+        return torch.stack([block.eigenvalues.log().sum() for block in self.blocks.values()]).sum()
 
     def kl(self, pre: "IsotropicGaussian") -> Tensor:
         """Return ``KL(self‖pre)`` in nats, float64 scalar."""
@@ -121,8 +182,7 @@ class WeightGaussian:
         for name, mean in self.mean.items():
             shift = mean.double() - pre.mean[name].double()
             terms.append((shift / pre.std[name]).square().sum())
-        for block in self.blocks:
-            rho = (block.eigenvalues / block_std(block, pre) ** 2).log()  # [R, D]
+            rho = (self.blocks[name].eigenvalues / pre.std[name] ** 2).log()
             terms.append((rho.expm1() - rho).sum())
         return 0.5 * torch.stack(terms).sum()
 
@@ -142,13 +202,12 @@ class IsotropicGaussian(WeightGaussian):
 
     def __init__(self, mean: Weights, std: Mapping[str, float]) -> None:
         self.std: dict[str, float] = {}
-        blocks = []
+        blocks = {}
         for name, value in mean.items():
             check_positive(prior_std=std[name])
             self.std[name] = float(std[name])
             variance = value.new_tensor(self.std[name] ** 2, dtype=torch.float64)
-            # One number in memory.
-            blocks.append(CurvatureBlock((name,), variance.expand(1, value.numel())))
+            blocks[name] = CurvatureBlock(variance.expand(value.shape))  # one number in memory
         super().__init__(mean, blocks)
 
 
@@ -170,16 +229,6 @@ def pre_distribution(
     if not isinstance(prior_std, Mapping):
         prior_std = dict.fromkeys(mean, prior_std)
     return IsotropicGaussian(mean, prior_std)
-
-
-def block_std(block: CurvatureBlock, pre: IsotropicGaussian) -> float:
-    """Return the one standard deviation ``pre`` has in a block: a rotated basis needs it to be one."""
-    stds = {pre.std[name] for name in block.names}
-    if len(stds) > 1:
-        raise ValueError(
-            f"`prior_std` must be the same for {block.names}, which share a block, got {sorted(stds)}."
-        )
-    return stds.pop()
 
 
 def named_weights(source: nn.Module | Weights) -> Weights:
@@ -207,7 +256,8 @@ def post_distribution(
         weights: :math:`w^*`: a trained module (its trainable parameters), or tensors by parameter
             name.
         pre: The pre-distribution :math:`P = N(w_0, \Lambda)`.
-        curvature: :math:`H` of the **sum** of the loss, from one of the ``*_curvature`` functions.
+        curvature: :math:`H` of the **sum** of the loss by parameter name, from one of the
+            ``*_curvature`` functions.
         beta: Weight of the KL beside the sum of the loss; 1 is the evidence lower bound.
 
     Returns:
@@ -216,16 +266,23 @@ def post_distribution(
 
     Example:
         >>> pre = pre_distribution({"w": torch.zeros(2)}, prior_std=1.0)
-        >>> curvature = [CurvatureBlock(("w",), torch.tensor([[0.0, 3.0]]).double())]
+        >>> curvature = diagonal_curvature({"w": torch.tensor([0.0, 3.0])})
         >>> post = post_distribution({"w": torch.ones(2)}, pre, curvature)
         >>> post.log_det(), post.kl(pre)
         (tensor(-1.3863, dtype=torch.float64), tensor(1.3181, dtype=torch.float64))
     """
     check_positive(beta=beta)
     mean = named_weights(weights)
-    blocks = []
-    for block in curvature:
-        variance = block_std(block, pre) ** 2
+    wrong = sorted(mean.keys() ^ curvature.keys())
+    if wrong:
+        raise ValueError(f"`curvature` must have the same parameters, got a difference in {wrong}.")
+    blocks = {}
+    for name, block in curvature.items():
+        if (block.eigenvalues < 0).any():
+            raise ValueError(
+                f"The curvature of `{name}` must be non-negative, got {block.eigenvalues.min().item()}."
+            )
+        variance = pre.std[name] ** 2
         shrunk = variance / (1 + variance * block.eigenvalues / beta)
-        blocks.append(replace(block, eigenvalues=shrunk))
+        blocks[name] = replace(block, eigenvalues=shrunk)
     return WeightGaussian(mean, blocks)

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from lightning_taskinfo._nested import take
 from lightning_taskinfo._observe import ParamDict, holding
 from lightning_taskinfo._random import seed_from
-from lightning_taskinfo.distributions.curvature import turned
+from lightning_taskinfo.distributions.gaussian import turned
 from lightning_taskinfo.functional.information import InformationTerms, terms_by_group
 
 KEPT = 1 << 24  # bytes of noises

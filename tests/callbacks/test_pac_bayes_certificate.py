@@ -1,23 +1,16 @@
 """The callback certifies from the start it saw, through checkpoints, and says where it could not see it."""
 
-import csv
-import json
-from pathlib import Path
-
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.callbacks.pac_bayes_certificate import PACBayesCertificate
-from lightning_taskinfo.certificates import Prior, certify, pareto_front
-from tests.callbacks.runs import Classifier, fit, read_csv, seed_everything
-from tests.callbacks.test_report import items as items_of
-from tests.callbacks.test_report import wandb_records
+from lightning_taskinfo.certificates import Prior, certify
+from tests.callbacks.runs import Classifier, fit, seed_everything
 from tests.certificates.conftest import blobs
 
 QUICK = {"draws": 20, "betas": (1.0,), "prior_origin": "random initialisation"}
@@ -53,13 +46,13 @@ def test_draws_a_bar_where_lightning_does(tmp_path, loader, bar, monkeypatch, ca
     monkeypatch.setattr("lightning_taskinfo._progress.visible", lambda: True)
     fit(
         tmp_path,
-        PACBayesCertificate(**QUICK, pareto=True),
+        PACBayesCertificate(**QUICK),
         model=Plain,
         loader=loader,
         enable_progress_bar=bar,
     )
     drawn = capsys.readouterr().err
-    assert ("certify draws" in drawn) == ("pareto_front picture" in drawn) == bar
+    assert ("certify draws" in drawn) == bar
 
 
 def test_certifies_at_the_end_from_the_start(tmp_path, loader):
@@ -136,70 +129,6 @@ def test_batch_norm_is_named(tmp_path):
     assert "BatchNorm statistic `net.1.running_mean`" in callback.certificate.reasons[0]
 
 
-def test_the_tradeoff_reaches_every_logger(tmp_path, loader, monkeypatch):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    wandb_logger = WandbLogger(save_dir=tmp_path, project="test")
-    csv_logger, board = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
-    loggers = [wandb_logger, csv_logger, board]
-    callback = PACBayesCertificate(**{**QUICK, "betas": (0.1, 1.0)}, pareto=True, name="mine")
-    model = fit(tmp_path, callback, model=Plain, loader=loader, logger=loggers).lightning_module
-    wandb_logger.experiment.finish()
-    prior = Prior(start(), origin="random initialisation")
-    expected = pareto_front(model, blobs(64, seed=0), prior, betas=(0.1, 1.0))
-    assert callback.tradeoff == expected
-    bounds = [(row.structure, row.bound) for row in expected]
-    smallest = {name: min(b for other, b in bounds if other == name) for name, _ in bounds}
-
-    ((run, records),) = wandb_records(tmp_path)
-    items = items_of(records, "history")
-    stored = {key: value for item in items for key, value in item.items()}
-    for name, bound in smallest.items():
-        assert stored[f"taskinfo/mine/certificate_pareto_{name}"] == pytest.approx(bound)
-    (image,) = stored["taskinfo/mine/certificate_pareto_figure.filenames"]
-    assert (run / "files" / image).read_bytes().startswith(b"\x89PNG")
-    table = json.loads(
-        (run / "files" / stored["taskinfo/mine/certificate_pareto_table.path"]).read_text()
-    )
-    assert table["columns"] == ["structure", "beta", "risk", "kl", "price", "bound", "disagreement"]
-    assert {row[0] for row in table["data"]} == {"isotropic", "diagonal", "neuron", "oracle"}
-    assert [row[3] for row in table["data"]] == pytest.approx([row.kl for row in expected])
-
-    folder = Path(csv_logger.log_dir)
-    assert (folder / "mine_certificate_pareto_figure.png").read_bytes().startswith(b"\x89PNG")
-    with open(folder / "mine_certificate_pareto_table.csv", newline="") as file:
-        written = [(row["structure"], float(row["bound"])) for row in csv.DictReader(file)]
-    assert written == bounds
-    stored = {key: value for row in read_csv(csv_logger) for key, value in row.items()}
-    assert stored["mine/certificate_pareto_neuron"] == pytest.approx(smallest["neuron"])
-    events = EventAccumulator(board.log_dir).Reload()
-    assert events.Images("taskinfo/mine/certificate_pareto_figure")
-    assert any("mine/certificate_pareto_table" in tag for tag in events.Tags()["tensors"])
-
-
-def test_no_tradeoff_unless_asked(tmp_path, loader):
-    logger, callback = CSVLogger(tmp_path), PACBayesCertificate(**QUICK)
-    fit(tmp_path, callback, model=Plain, loader=loader, logger=logger)
-    assert not callback.tradeoff
-    assert not list(Path(logger.log_dir).glob("*pareto*"))
-
-
-def test_a_tradeoff_that_fails_leaves_the_certificate(tmp_path, loader, monkeypatch):
-    def fails(*_args, **_options):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr("lightning_taskinfo.callbacks.pac_bayes_certificate.pareto_front", fails)
-    callback = PACBayesCertificate(**QUICK, pareto=True)
-    with pytest.warns(
-        UserWarning, match="could not measure at step 8 .RuntimeError: out of memory"
-    ):
-        fit(tmp_path, callback, model=Plain, loader=loader)
-    assert callback.certificate.valid
-
-
 def test_several_structures_through_the_callback(tmp_path, loader):
     callback = PACBayesCertificate(**QUICK, structure=["isotropic", "diagonal"])
     fit(tmp_path, callback, model=Plain, loader=loader)
@@ -266,13 +195,13 @@ class TwoOutputs(Plain):
         )
 
 
-@pytest.mark.parametrize("structure", ["diagonal", "layer_inputs", "neuron"])
+@pytest.mark.parametrize("structure", ["diagonal", "neuron"])
 def test_a_forward_of_its_own_gives_the_certificate_of_the_plain_network(
     tmp_path, loader, structure
 ):
     x, y = blobs(64, seed=0)
     rows = [{"left": x[i, :1], "right": x[i, 1:], "class": y[i]} for i in range(64)]
-    how = {**QUICK, "structure": structure, "pareto": structure == "neuron"}
+    how = {**QUICK, "structure": structure}
     callback = PACBayesCertificate(
         **how,
         batch_fn=lambda batch: ((batch["left"], batch["right"]), batch["class"]),
@@ -282,7 +211,6 @@ def test_a_forward_of_its_own_gives_the_certificate_of_the_plain_network(
     plain = PACBayesCertificate(**how)
     fit(tmp_path, plain, model=Plain, loader=loader)
     assert callback.certificate == plain.certificate
-    assert callback.tradeoff == plain.tradeoff
 
 
 @pytest.mark.parametrize(
@@ -291,10 +219,6 @@ def test_a_forward_of_its_own_gives_the_certificate_of_the_plain_network(
         ({"structure": "nueron"}, "`structure` .*got 'nueron'"),
         ({"structure": ["diagonal", "nueron"]}, "`structure` .*got 'nueron'"),
         ({"structure": []}, "`structure` must name at least one structure, got none"),
-        (
-            {"structure": "kron", "error": "token"},
-            "`structure` .*where `error` is 'token', got 'kron'",
-        ),
         ({"delta": 2}, r"`delta` must be in \(0, 1\), got 2"),
         ({"draws": 0}, "`draws` must be at least 1, got 0"),
         ({"betas": []}, r"`betas` must be positive, got \[\]"),

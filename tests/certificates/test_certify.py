@@ -17,18 +17,14 @@ from torch.utils.data import (
 from lightning_taskinfo.certificates import PRIOR_STDS, Prior, certify, zero_one_loss
 from lightning_taskinfo.certificates.certificate import round_up
 from lightning_taskinfo.certificates.samples import read_labelled, read_pair
-from lightning_taskinfo.distributions import (
-    CurvatureBlock,
-    diagonal_curvature,
-    pre_distribution,
-)
+from lightning_taskinfo.distributions import diagonal_curvature, pre_distribution
 from lightning_taskinfo.functional.pac_bayes import kl_bound, mcallester_bound, monte_carlo_interval
 from lightning_taskinfo.variational import add_weight_noise
 from tests.certificates.conftest import blobs, fit
 
 SHORT = {"draws": 100, "betas": (0.1, 1.0, 10.0, 100.0)}
 QUICK = {**SHORT, "structure": "diagonal"}
-STRUCTURES = ["isotropic", "diagonal", "layer_inputs", "neuron", "kron"]
+STRUCTURES = ["isotropic", "diagonal", "neuron", "kron"]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -96,18 +92,6 @@ def test_a_scale_that_was_not_chosen_is_not_paid(trained, data, start):
     )
     assert certificate.price == 0.0
     assert set(certificate.prior_std.values()) == {0.2}
-
-
-def test_a_block_over_several_layers_needs_one_scale(trained, data, start):
-    size = sum(p.numel() for p in start.parameters())
-    whole = [CurvatureBlock(tuple(trained.state_dict()), torch.ones(1, size, dtype=torch.float64))]
-    assert certify(
-        trained, data, Prior(start, "start", per_layer=False), structure=whole, **SHORT
-    ).valid
-    with pytest.raises(
-        ValueError, match=r"must keep layers apart where `per_layer` is true, got a block of \('0.w"
-    ):
-        certify(trained, data, Prior(start, "start"), structure=whole, **SHORT)
 
 
 def test_the_winner_is_tested_on_fresh_draws(trained, data, prior):

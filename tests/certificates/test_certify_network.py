@@ -225,7 +225,9 @@ def test_samples_given_many_times_prove_nothing(trained, data, prior):
     assert (once.valid, once.repeated) == (True, 0)
     assert (copies.valid, copies.repeated) == (False, 12_000)
     assert "600 of 12000 samples of `data` differ" in copies.reasons[0]
-    note = "12000 of 12000 samples of `data` occur more than once: they count as drawn independently"
+    note = (
+        "12000 of 12000 samples of `data` occur more than once: they count as drawn independently"
+    )
     assert note in copies.assumptions
     assert note in str(copies)
     assert note in copies.to_dict()["assumptions"]

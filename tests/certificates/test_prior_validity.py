@@ -60,10 +60,7 @@ def test_a_centre_equal_to_the_network_but_trained_elsewhere(start, data):
         deepcopy(start), data, Prior(deepcopy(start), origin="trained on the other half")
     )
     assert certificate.valid
-    assert (
-        "the network is the prior's centre itself"
-        in certificate.assumptions[1]
-    )
+    assert "the network is the prior's centre itself" in certificate.assumptions[1]
 
 
 def test_a_parametrized_layer(data):
@@ -136,10 +133,7 @@ def test_batch_norm_without_statistics_lets_samples_influence_each_other(data):
 def test_an_initialisation_that_is_the_trained_network(start, data, origin, valid):
     certificate = certified(start, data, Prior(deepcopy(start), origin=origin))
     assert certificate.valid == valid
-    assert (
-        valid
-        or "equals the trained weights, or nearly: it was copied" in certificate.reasons[0]
-    )
+    assert valid or "equals the trained weights, or nearly: it was copied" in certificate.reasons[0]
     assert valid == any(
         "it has learned nothing from these samples" in line for line in certificate.assumptions
     )

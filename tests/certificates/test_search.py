@@ -4,34 +4,22 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_taskinfo.certificates import Prior
 from lightning_taskinfo.certificates.certify import check_choices
 from lightning_taskinfo.certificates.search import choose_scales, curvatures_of
 from lightning_taskinfo.certificates.subject import Subject
-from lightning_taskinfo.distributions import (
-    diagonal_curvature,
-    layer_input_matrices,
-    pre_distribution,
-)
+from lightning_taskinfo.distributions import diagonal_curvature, pre_distribution
 from lightning_taskinfo.fisher import fisher_diagonal, kronecker_factors
 from lightning_taskinfo.functional.information import information_in_weights
 
 
 @pytest.fixture
 def seen(trained, data):
-    """The 200 samples that the curvature with seed 3 is estimated from, and what it should find there."""
+    """The 200 samples that the curvature with seed 3 is estimated from, and a generator for the labels."""
     g = torch.Generator().manual_seed(3)
-    inputs = data[0][torch.randperm(600, generator=g)[:200]]
-    state = g.get_state()
-    alone = kronecker_factors(trained, inputs, generator=g)
-    diagonal = fisher_diagonal(trained, inputs, generator=g.set_state(state))
-    return (
-        diagonal,
-        layer_input_matrices(trained, inputs),
-        kronecker_factors(trained, inputs, generator=g),
-        alone,
-    )
+    return data[0][torch.randperm(600, generator=g)[:200]], g
 
 
 def curvature(trained, data, structure):
@@ -39,38 +27,55 @@ def curvature(trained, data, structure):
 
 
 def test_diagonal_and_isotropic(trained, data, seen):
-    diagonal, *_ = seen
+    inputs, g = seen
+    diagonal = fisher_diagonal(trained, inputs, generator=g)
     mean = torch.cat([h.flatten() for h in diagonal.values()]).mean().double()
-    for block in curvature(trained, data, "diagonal"):
-        (name,) = block.names
-        torch.testing.assert_close(
-            block.eigenvalues.flatten(), 600 * diagonal[name].flatten().double()
-        )
-    for block in curvature(trained, data, "isotropic"):
+    for name, block in curvature(trained, data, "diagonal").items():
+        torch.testing.assert_close(block.eigenvalues, 600 * diagonal[name].double())
+    for block in curvature(trained, data, "isotropic").values():
         torch.testing.assert_close(block.eigenvalues, (600 * mean).expand_as(block.eigenvalues))
 
 
-@pytest.mark.parametrize("structure", ["layer_inputs", "neuron"])
-def test_layerwise(trained, data, seen, structure):
-    """The whole curvature ``UΛUᵀ``, column by column, against the matrices themselves."""
-    _, matrices, factors, _ = seen
-    blocks = {block.names[0].split(".")[0]: block for block in curvature(trained, data, structure)}
-    assert blocks.keys() == matrices.keys()
-    for layer, A in matrices.items():
-        B = factors[f"{layer}.weight"].rows.double()
-        felt = torch.ones(len(B)).double() if structure == "layer_inputs" else B.diagonal()
-        whole = whole_matrix(blocks[layer])
-        torch.testing.assert_close(whole, 600 * torch.kron(felt.diag(), A), rtol=1e-5, atol=1e-5)
-
-
-def test_kron(trained, data, seen):
-    *_, factors = seen
-    blocks = {block.names: whole_matrix(block) for block in curvature(trained, data, "kron")}
-    assert blocks.keys() == {(name,) for name in factors}
+@pytest.mark.parametrize("structure", ["neuron", "kron"])
+def test_kronecker_factors(trained, data, seen, structure):
+    """The whole curvature ``UΛUᵀ`` against the factors themselves."""
+    inputs, g = seen
+    factors = kronecker_factors(trained, inputs, generator=g)
+    blocks = curvature(trained, data, structure)
+    assert blocks.keys() == factors.keys()
     for name, of_parameter in factors.items():
+        rows = of_parameter.rows.double()
+        if structure == "neuron":
+            rows = rows.diagonal().diag()
         columns = torch.ones(1, 1) if of_parameter.columns is None else of_parameter.columns
-        expected = 600 * torch.kron(of_parameter.rows.double(), columns.double())
-        torch.testing.assert_close(blocks[(name,)], expected, rtol=1e-5, atol=1e-5)
+        expected = 600 * torch.kron(rows, columns.double())
+        torch.testing.assert_close(whole_matrix(blocks[name]), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_curvature_of_a_neuron_is_that_of_its_inputs(trained, data):
+    """Pitas's matrix of a layer's inputs, for each neuron times how strongly the loss feels it."""
+    subject = Subject(trained, data, seed=3)
+    block = curvatures_of(subject, ["neuron"], samples=600)["neuron"]["0.weight"]
+    x = data[0].double()
+    felt = block.eigenvalues.sum(1) / (x.T @ x).trace()
+    expected = torch.kron(felt.diag(), x.T @ x)
+    torch.testing.assert_close(whole_matrix(block), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_has_no_part_in_kronecker_factors():
+    """The block of a bias is exact: drawn labels give each token that counts a mean squared gradient of 1 - |p|²."""
+    torch.manual_seed(0)
+    n = 2000
+    model = nn.Sequential(nn.Embedding(12, 6), nn.Linear(6, 2)).eval()
+    tokens, labels = torch.randint(12, (n, 4)), torch.randint(2, (n, 4))
+    labels[:, 2:] = -100
+    subject = Subject(model, (tokens, labels), error="token")
+    found = curvatures_of(subject, ["kron"], n)["kron"]["1.bias"].eigenvalues.sum()
+    with torch.no_grad():
+        p = model(tokens[:, :2]).softmax(-1)
+    expected = (1 - p.square().sum(-1)).sum().item()
+    # The square of a sum of two independent gradients has at most about its mean as standard deviation.
+    assert found.item() == pytest.approx(expected, rel=3 / math.sqrt(n))
 
 
 def whole_matrix(block):
@@ -132,7 +137,8 @@ def test_scales_are_the_best_of_the_grid(trained, start, size):
         n: (size > 1) * (value - start.state_dict()[n]) for n, value in trained.state_dict().items()
     }
     grid, beta = (0.3, 0.01, 1.0, 0.1), 2.0
-    by_layer, price = choose_scales(diagonal_curvature(h), delta, Prior(start, stds=grid), beta)
+    distances = {name: part.double().square().sum().item() for name, part in delta.items()}
+    by_layer, price = choose_scales(diagonal_curvature(h), distances, Prior(start, stds=grid), beta)
 
     def objective(layer, j):
         names = [name for name in h if name.startswith(layer)]

@@ -79,13 +79,21 @@ def tagged():
     return model, data, Prior(start, "random initialisation")
 
 
+@pytest.mark.parametrize("structure", ["auto", "kron"])
 @pytest.mark.parametrize("error", ["token", "sequence"])
-def test_a_network_of_tokens_is_certified(tagged, error):
+def test_a_network_of_tokens_is_certified(tagged, error, structure):
     model, data, prior = tagged
     held_out = sequences(200, 2, padded=True)
     unlabelled = sequences(400, 1, padded=True)
     found = certify(
-        model, data, prior, error=error, unlabelled=unlabelled, held_out=held_out, **QUICK
+        model,
+        data,
+        prior,
+        error=error,
+        structure=structure,
+        unlabelled=unlabelled,
+        held_out=held_out,
+        **QUICK,
     )
     assert found.valid
     assert (found.n, found.error, found.test_set.n) == (300, error, 200)
@@ -118,7 +126,6 @@ def test_tokens_need_to_know_where_padding_is(tagged):
     [
         ({}, r"where `error` is 'class', .*\[N, C\].*got \[2, 4, 2\]"),
         ({"error": "word"}, "`error` .*got 'word'"),
-        ({"error": "token", "structure": "kron"}, "`structure` .*got 'kron'"),
         (
             {"error": "token", "forward_fn": lambda model, x: model(x)[:, 0]},
             r"`model` .*\[N, T, V\].*got \[2, 2\]",

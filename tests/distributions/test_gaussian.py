@@ -127,7 +127,7 @@ def test_the_covariance_minimises_penalty_plus_information():
 
 def dense(post):
     """The covariance of a block Gaussian, from its basis."""
-    (block,) = post.blocks
+    (block,) = post.blocks.values()
     basis = torch.kron(block.left, block.right)
     return basis @ torch.diag(block.eigenvalues.flatten()) @ basis.T
 
@@ -210,14 +210,12 @@ def test_messages(net):
     with pytest.raises(ValueError, match=r"`prior_std` must be positive, got -1\.0"):
         pre_distribution(net, prior_std=-1.0)
     blocks = diagonal_curvature(h)
-    with pytest.raises(
-        ValueError, match=r"must cover every parameter once, got none or several for \['2.bias'\]"
-    ):
-        post_distribution(net, pre, blocks[:-1])
-    with pytest.raises(
-        ValueError, match=r"must cover every parameter once, got none or several for \['0.weight'\]"
-    ):
-        post_distribution(net, pre, [*blocks, blocks[0]])
+    with pytest.raises(ValueError, match=r"`curvature` .*got a difference in \['2.bias'\]"):
+        post_distribution(net, pre, {n: block for n, block in blocks.items() if n != "2.bias"})
+    with pytest.raises(ValueError, match=r"`curvature` .*got a difference in \['other'\]"):
+        post_distribution(net, pre, {**blocks, "other": blocks["2.bias"]})
+    with pytest.raises(ValueError, match=r"The curvature of `2.bias` must be non-negative, got -1"):
+        post_distribution(net, pre, diagonal_curvature({**h, "2.bias": -torch.ones(2)}))
     with pytest.raises(
         ValueError, match=r"`pre` must have the same parameters, got a difference in \['0.bias'\]"
     ):
