@@ -1,7 +1,6 @@
 """PAC-Bayes certificates for networks that were simply trained: ``certify(model, data, prior)``."""
 
 from lightning_taskinfo.certificates.certificate import (
-    Candidate,
     Certificate,
     NetworkBound,
     TestSetBound,
@@ -14,7 +13,6 @@ from lightning_taskinfo.certificates.subject import zero_one_loss
 __all__ = [
     "BETAS",
     "PRIOR_STDS",
-    "Candidate",
     "Certificate",
     "NetworkBound",
     "Prior",

@@ -23,7 +23,7 @@ UNIT = {
 }
 REMEDIES = {  # part of a bound -> what it is for, and what lowers it
     "complexity": "the KL of {kl:.0f} nats for {n} labels: a prior nearer to the trained weights (pretrained, or "
-    "trained on half of the labels by `half_fn`), frozen weights, or more labels lower it",
+    "trained on other labels), frozen weights, or more labels lower it",
     "disagreement": "the network and its draws disagree: a narrower post-distribution does so less, and becomes "
     "cheaper with more labels or a prior nearer to the trained weights",
     "inputs": "so few unlabelled inputs: more of them lower it",
@@ -172,8 +172,6 @@ class Certificate:
         delta_draws: Probability with which the Monte-Carlo interval may fail.
         draws: Number of stochastic networks drawn for the interval, none of them used in the
             search.
-        interval: Which Monte-Carlo interval: ``"betting"`` or ``"kl"``.
-        theorem: ``"kl"`` (Maurer–Seeger), ``"mcallester"`` or ``"catoni"``.
         structure: Which curvature shaped the post-distribution.
         beta: Weight of the KL beside the sum of the loss in the post-distribution; free.
         prior_origin: Where the prior's centre comes from.
@@ -201,8 +199,6 @@ class Certificate:
     delta: float
     delta_draws: float
     draws: int
-    interval: str
-    theorem: str
     structure: str
     beta: float
     prior_origin: str
@@ -321,7 +317,7 @@ class Certificate:
                 f"on {test_set.n} held-out labels, confidence {test_set.confidence:.4g})"
             )
         return {
-            "true risk at most": f"{round_up(self.bound):.4f}  ({self.theorem} bound, "
+            "true risk at most": f"{round_up(self.bound):.4f}  (kl bound, "
             f"confidence {self.confidence:.4g})",
             "of": "the stochastic classifier: weights drawn afresh for each prediction",
             "valid": valid,

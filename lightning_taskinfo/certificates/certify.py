@@ -7,8 +7,7 @@ inputs; and that of held-out labels.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,6 @@ from lightning_taskinfo.certificates.search import (
     BETAS,
     Search,
     Structures,
-    Theorem,
     best_of,
     curvatures_to_try,
 )
@@ -48,7 +46,6 @@ from lightning_taskinfo.certificates.subject import (
     Loss,
     Subject,
     check_certifiable,
-    check_word,
     differences,
     pick,
 )
@@ -56,13 +53,16 @@ from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.distributions.gaussian import Curvature
 from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.functional import tail_bounds
-from lightning_taskinfo.functional.pac_bayes import monte_carlo_interval
 
-Interval: TypeAlias = Literal["betting", "kl"]
 # Beside four standard errors: a known error may be of a few other samples.
 KNOWN_ERROR_MARGIN = 0.05
 DRAW_SIZE = 64  # samples per fresh network: many networks on few samples tell more than few on many
 FEWEST = 100  # fresh inputs; fewer prove nothing, even where all predictions agree
+TRUSTED = {
+    "unlabelled": "the unlabelled inputs are independent draws from the same distribution, and served no training, "
+    "penalty, prior, preprocessing or choice",
+    "held_out": "the held-out samples served no training, prior or choice",
+}
 HELD_OUT = 5  # one label in so many would be held out
 
 
@@ -73,21 +73,17 @@ def certify(
     *,
     unlabelled: Any = None,
     held_out: Data | None = None,
-    half_fn: Callable[..., Any] | None = None,
     structure: Structures | Curvature = "auto",
     betas: Sequence[float] = BETAS,
-    theorem: Theorem = "kl",
     delta: float = 0.04,
     delta_draws: float = 0.01,
     delta_network: float = 0.01,
     draws: int = 1000,
-    interval: Interval = "betting",
     error: ErrorKind = "class",
     known_error: float | None = None,
     loss_fn: Loss | None = None,
     batch_fn: Callable[[Any], Any] | None = None,
     forward_fn: Forward | None = None,
-    curvature_samples: int = 10_000,
     seed: int = 0,
     progress: Progress | bool = True,
 ) -> Certificate:
@@ -117,22 +113,16 @@ def certify(
         unlabelled: Fresh inputs, without labels, for the network's own bound: inputs, a dataset of inputs or of
             pairs, or a loader. Nothing else may have been done with them: no training, no penalty, no choice.
         held_out: Samples like ``data`` that neither training nor a choice has seen, for the test-set bound.
-        half_fn: How to train, ``half_fn(network, (inputs, targets))``: if given, a copy of the prior's centre is
-            trained on a random half of the samples and becomes the centre, and the other half is certified on.
         structure: Curvature that shapes the post-distribution: ``"isotropic"``, ``"diagonal"`` (Fisher),
             ``"neuron"`` (a matrix of layer inputs, scaled by how sensitive the loss is to a neuron), ``"kron"``;
             several of these, to take the best; ``"auto"`` for all that the network's width allows; or a ready one of
             the sum of the loss, by parameter name.
         betas: Weights of the KL beside the sum of the loss to try; free.
-        theorem: ``"kl"`` (Maurer–Seeger, the tightest), ``"mcallester"`` or ``"catoni"`` (with its parameter at 1);
-            chosen before looking at the results.
         delta: Probability with which the theorem may fail.
         delta_draws: Probability with which the Monte-Carlo interval may fail.
         delta_network: Probability with which what the network's own bound needs beside the theorem may fail: one half
             for the draws of its post-distribution, the other for the disagreement.
         draws: Number of fresh networks for each of these estimates, each tested on a few random samples.
-        interval: ``"betting"``, or ``"kl"``, the classical one, which needs about ten times as many networks; chosen
-            before looking at the results.
         error: What counts as an error: ``"class"`` for scores ``[N, C]``; for ``[N, T, V]`` the share of wrong
             ``"token"``\ s of each sequence, or whether a ``"sequence"`` has any. Targets of -100 do not count.
         known_error: Error of the network on these samples, as you know it from training. If it is far from the error
@@ -141,7 +131,6 @@ def certify(
             disagreement, so it cannot go with ``unlabelled``.
         batch_fn: Picks ``(inputs, targets)`` out of a batch of ``data``, ``held_out`` or ``unlabelled``.
         forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; ``model(inputs)`` by default.
-        curvature_samples: How many samples the curvature is estimated from.
         seed: Seed of all draws, chosen before looking at the results.
         progress: Whether to draw a bar where standard error is a terminal or a notebook; or a function, called with the
             number of finished steps, their total and a label.
@@ -168,8 +157,6 @@ def certify(
     prior = prior or Prior()
     if not isinstance(prior, Prior):
         raise TypeError(f"`prior` must be a Prior or None, got a {type(prior).__name__}.")
-    check_word("theorem", theorem, Theorem)
-    check_word("interval", interval, Interval)
     check_choices(delta, draws, betas, delta_draws=delta_draws, delta_network=delta_network)
     if unlabelled is not None and loss_fn is not None:
         raise ValueError(
@@ -181,53 +168,46 @@ def certify(
     reader = Reader(batch_fn, forward_fn)
     samples = read_labelled(data, model=model, reader=reader)
     prior.center_of(model)
-    if half_fn is not None:
-        prior, samples = priors.half_prior(prior, model, samples, half_fn, seed)
-    fresh = labelled = None
+    others: dict[str, Any] = {}
     if unlabelled is not None:
-        fresh = read_inputs(unlabelled, model=model, reader=reader)
+        others["unlabelled"] = read_inputs(unlabelled, model=model, reader=reader)
     if held_out is not None:
-        labelled = read_labelled(held_out, argument="held_out", model=model, reader=reader)
-    notes = _check_use(prior, samples, fresh, labelled)
-    repeats = {"data": count_repeats(samples)}
-    if fresh is not None:
-        repeats["unlabelled"] = count_repeats((fresh[0], None))
-    if labelled is not None:
-        repeats["held_out"] = count_repeats(labelled)
+        others["held_out"] = read_labelled(
+            held_out, argument="held_out", model=model, reader=reader
+        )
+    notes = _check_use(prior, samples, others)
+    repeats = {name: count_repeats(part) for name, part in {"data": samples, **others}.items()}
     copied, told = _about_repeats(repeats)
 
     with observing(model), shown(progress, "certify", len(betas)) as tell:
         subject = Subject(model, samples, seed, error, loss_fn, forward_fn)
-        for argument, given in {"unlabelled": fresh, "held_out": labelled}.items():
-            if given is not None:
-                _check_inputs(subject, argument, given[0])
-        tested = None if labelled is None else replace(subject, samples=labelled)
+        for argument, (inputs, _) in others.items():
+            _check_inputs(subject, argument, inputs)
+        tested = None
+        if held_out is not None:
+            tested = replace(subject, samples=others["held_out"])
         model_risk = float(subject.all_losses().mean())
         if known_error is not None:
             _check_known_error(model_risk, known_error, subject.n)
-        counts = None if fresh is None else _counts(subject, fresh[1])
+        inputs, marked = others.get("unlabelled", (None, None))
+        counts = None if inputs is None else _counts(subject, marked)
         few = pick(subject.inputs, slice(4))
         reasons = copied + priors.reasons_against(model, prior, few, subject.outputs)
-        curvatures = curvatures_to_try(subject, structure, curvature_samples)
-        search = Search(subject, prior, curvatures, delta, theorem)
-        rows = search.rows(betas, network=fresh is not None, progress=tell)
-        best, *others = best_of(rows, network=fresh is not None)
+        search = Search(subject, prior, curvatures_to_try(subject, structure), delta)
+        rows = search.rows(betas, network=inputs is not None, progress=tell)
+        best, for_network = best_of(rows)
 
         post, risks = fresh_risks(search, best, draws, tell)
         outside = risks[(risks < 0) | (risks > 1)]
         if len(outside):
             reasons.append(f"the loss must lie in [0, 1], got {outside[0].item()}")
         risks = risks.clamp(0, 1).mean(1)
-        if interval == "kl":
-            ends = monte_carlo_interval(risks.mean(), draws, delta_draws)
-        else:
-            ends = tail_bounds.betting_interval(risks, delta_draws)
-        low, high = map(float, ends)
+        low, high = map(float, tail_bounds.betting_interval(risks, delta_draws))
         bound = proved = min(1.0, search.bound(high, best.kl + best.price))
 
         network = None
-        if fresh is not None:
-            network = network_bound(search, others[0], fresh[0], counts, draws, delta_network, tell)
+        if inputs is not None:
+            network = network_bound(search, for_network, inputs, counts, draws, delta_network, tell)
             proved = network.bound
         test_set = held_out_bound(subject, tested, proved, delta + delta_draws)
     return Certificate(
@@ -245,8 +225,6 @@ def certify(
         delta=delta,
         delta_draws=delta_draws,
         draws=draws,
-        interval=interval,
-        theorem=theorem,
         structure=best.structure,
         beta=best.beta,
         prior_origin="0" if prior.center is None else prior.origin or "unknown",
@@ -284,32 +262,19 @@ def _check_known_error(found: float, known: float, n: int) -> None:
         )
 
 
-def _check_use(
-    prior: Prior,
-    certified: Samples,
-    fresh: tuple[Any, Tensor | None] | None,
-    labelled: Samples | None,
-) -> list[str]:
+def _check_use(prior: Prior, certified: Samples, others: Mapping[str, Any]) -> list[str]:
     """Refuse samples that were used where they may not have been; return what could not be checked."""
-    notes = []
-    if fresh is not None:
-        count = sample_count(fresh[0])
+    notes = [TRUSTED[argument] for argument in others]
+    if "unlabelled" in others:
+        count = sample_count(others["unlabelled"])
         if count < FEWEST:
             raise ValueError(f"`unlabelled` must hold at least {FEWEST} inputs, got {count}.")
-        notes.append(
-            "the unlabelled inputs are independent draws from the same distribution, and served no training, penalty, "
-            "prior, preprocessing or choice"
-        )
-    if labelled is not None:
-        notes.append("the held-out samples served no training, prior or choice")
-    given = {"data": certified, "unlabelled": fresh, "held_out": labelled}
-    used = {
-        "the certified samples": certified[0],
-        "those that the prior's centre was trained on": prior.seen,
-    }
-    for (argument, new), (what, old) in product(given.items(), used.items()):
-        if new is not None and old is not None and new[0] is not old:
-            notes += check_fresh(argument, new[0], old, what)
+    for argument, (inputs, _) in others.items():
+        notes += check_fresh(argument, inputs, certified[0], "the certified samples")
+    if prior.seen is not None:
+        what = "those that the prior's centre was trained on"
+        for argument, (inputs, _) in {"data": certified, **others}.items():
+            notes += check_fresh(argument, inputs, prior.seen, what)
     return notes
 
 

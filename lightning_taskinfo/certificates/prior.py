@@ -3,8 +3,7 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, TypeAlias, cast
 
@@ -15,10 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_taskinfo._files import read_checkpoint
 from lightning_taskinfo._nested import split
 from lightning_taskinfo._observe import trainable_parameters, weights_now
-from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_finite_tensors, check_positive
-from lightning_taskinfo.certificates.samples import Samples
-from lightning_taskinfo.certificates.subject import pick
 from lightning_taskinfo.variational import check_shapes
 
 Tensors: TypeAlias = Mapping[str, Tensor]
@@ -111,43 +107,6 @@ class Prior:
                 values[name] = torch.zeros_like(p)
         check_shapes("center", values, weights, "; `fresh` names a head that is new")
         return {name: values[name].detach().to(p) for name, p in weights.items()}
-
-
-def half_prior(
-    prior: Prior,
-    model: nn.Module,
-    data: Samples,
-    half_fn: Callable[..., Any],
-    seed: int,
-) -> tuple[Prior, Samples]:
-    """Train the centre on a random half of the samples; return the new prior, and the other half.
-
-    Args:
-        prior: The prior to begin with; its centre is where that training starts.
-        model: A network of the same kind, copied and left as it is.
-        data: All inputs and targets.
-        half_fn: Trains a network: ``half_fn(network, (inputs, targets))``, in place or by returning
-            another one.
-        seed: Seed of the split, and of torch's generator while ``half_fn`` runs.
-    """
-    if prior.center is None:
-        raise ValueError(
-            "`half_fn` needs a `prior` with a `center` to train from, got a centre at 0."
-        )
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(data[1]), generator=generator, device="cpu")
-    half, rest = (pick(data, index) for index in order.tensor_split(2))
-    network = deepcopy(model)
-    network.load_state_dict({**prior.values(), **prior.center_of(model)}, strict=False)
-    with own_randomness(seed, next(network.parameters()).device):
-        returned = half_fn(network, half)
-    trained = returned if isinstance(returned, nn.Module) else network
-    # Frozen weights and buffers are still compared with the start: those of `model` may have
-    # learned from the rest.
-    center = prior.values() | weights_now(trained)
-    how = "then trained on a random half of the samples, which is not certified"
-    origin = prior.origin and f"{prior.origin}, {how}"
-    return replace(prior, center=center, origin=origin, fresh=(), seen=half[0]), rest
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:

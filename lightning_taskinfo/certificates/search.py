@@ -32,14 +32,9 @@ from lightning_taskinfo.functional.information import terms_by_group
 
 Structure: TypeAlias = Literal["isotropic", "diagonal", "neuron", "kron"]
 Structures: TypeAlias = Structure | Literal["auto"] | Sequence[Structure]
-Theorem: TypeAlias = Literal["kl", "mcallester", "catoni"]
-BOUNDS = {
-    "kl": pac_bayes.kl_bound,
-    "mcallester": pac_bayes.mcallester_bound,
-    "catoni": pac_bayes.catoni_bound,
-}
 WIDEST = 2048  # inputs of a layer up to which "auto" tries matrices of them
 BETAS = tuple(10 ** (j / 4) for j in range(-8, 17))  # 0.01 … 10⁴
+CURVATURE_SAMPLES = 10_000  # that the curvature is estimated from
 COARSE = 4  # of a long grid, every fourth value is tried first, and then those around the best
 LONG = 8  # values that are more than a few
 TRY_DRAWS, TRY_SIZE = 16, 256  # networks, and samples for each, to compare post-distributions by
@@ -70,9 +65,7 @@ def named_structures(structure: str | Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def curvatures_to_try(
-    subject: Subject, structure: Structures | Curvature, samples: int
-) -> dict[str, Curvature]:
+def curvatures_to_try(subject: Subject, structure: Structures | Curvature) -> dict[str, Curvature]:
     """Return the curvatures to search by name: the given one, or those of the named structures.
 
     ``"auto"`` is all that this network can afford. All of them share one prior and one price, so
@@ -82,7 +75,6 @@ def curvatures_to_try(
     Args:
         subject: The network and its samples.
         structure: Names, or a curvature that is ready.
-        samples: How many inputs to estimate it from.
     """
     if isinstance(structure, Mapping):
         return {"given": structure}
@@ -90,11 +82,11 @@ def curvatures_to_try(
     weights = trainable_parameters(subject.model).values()
     if structure == "auto" and any(p.ndim > 1 and p[0].numel() > WIDEST for p in weights):
         names = names[:2]  # the cheap ones
-    return curvatures_of(subject, names, samples)
+    return curvatures_of(subject, names)
 
 
 def curvatures_of(
-    subject: Subject, structures: Sequence[str], samples: int
+    subject: Subject, structures: Sequence[str], samples: int = CURVATURE_SAMPLES
 ) -> dict[str, Curvature]:
     """Return curvatures of the **sum** of the loss by name, estimated from one random part of the inputs.
 
@@ -137,7 +129,6 @@ class Search:
         prior: Its pre-distribution.
         curvatures: Curvatures by name.
         delta: Probability with which the bound may fail.
-        theorem: The bound to rank by.
     """
 
     def __init__(
@@ -146,13 +137,11 @@ class Search:
         prior: Prior,
         curvatures: Mapping[str, Curvature],
         delta: float,
-        theorem: Theorem = "kl",
     ) -> None:
         self.subject = subject
         self.prior = prior
         self.curvatures = curvatures
         self.delta = delta
-        self.theorem = theorem
         self.center = prior.center_of(subject.model)
         self.weights = trainable_parameters(subject.model)
         self.distances = {
@@ -161,8 +150,8 @@ class Search:
         }
 
     def bound(self, risk: float, complexity: float) -> float:
-        """Return the theorem's bound for a risk and a complexity (KL and price, in nats)."""
-        return float(BOUNDS[self.theorem](risk, complexity, self.subject.n, self.delta))
+        """Return the bound for a risk and a complexity (KL and price, in nats)."""
+        return float(pac_bayes.kl_bound(risk, complexity, self.subject.n, self.delta))
 
     def rows(self, betas: Sequence[float], *, network: bool, progress: Progress) -> list[Candidate]:
         """Try all curvatures with some of a long grid, then the values near the best.
@@ -177,7 +166,8 @@ class Search:
         pairs = [*product(self.curvatures, first)]
         rows = self.try_out(pairs, progress, "search")
         near: list[tuple[str, float]] = []
-        winners = {(row.structure, row.beta) for row in best_of(rows, network=network)}
+        best = best_of(rows) if network else best_of(rows)[:1]
+        winners = {(row.structure, row.beta) for row in best}
         for structure, beta in sorted(winners):
             place = betas.index(beta)
             near += product([structure], betas[max(0, place - COARSE + 1) : place + COARSE])
@@ -210,12 +200,10 @@ class Search:
         return post, float(post.kl(pre)), price, by_layer
 
 
-def best_of(rows: Sequence[Candidate], *, network: bool) -> list[Candidate]:
-    """Return the best row for the stochastic network, and if wanted the best for the network itself."""
-    best = [min(rows, key=lambda row: row.bound)]
-    if network:
-        best.append(min(rows, key=lambda row: row.bound + row.disagreement))
-    return best
+def best_of(rows: Sequence[Candidate]) -> tuple[Candidate, Candidate]:
+    """Return the best row for the stochastic network, and the best for the network itself."""
+    stochastic = min(rows, key=lambda row: row.bound)
+    return stochastic, min(rows, key=lambda row: row.bound + row.disagreement)
 
 
 def choose_scales(

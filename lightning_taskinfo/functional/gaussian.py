@@ -137,32 +137,3 @@ def gaussian_lautum_information(
     """
     correlations = canonical_correlations(cov_x, cov_w, cov_xw)
     return lautum_from_correlations(correlations.square())
-
-
-def gaussian_mutual_information(
-    cov_x: Tensor,
-    cov_w: Tensor,
-    cov_xw: Tensor,
-) -> Tensor:
-    r"""Mutual information between two jointly Gaussian vectors, in nats.
-
-    .. math::
-        I(w; x) = \mathrm{KL}\big(p(w, x) \,\|\, p(w)p(x)\big) = -\tfrac12 \sum_j \log(1 - \rho_j^2)
-
-    with :math:`\rho_j` the canonical correlations.
-
-    Args:
-        cov_x: Covariance of the first vector, positive definite, shape ``[..., D, D]``.
-        cov_w: Covariance of the second vector, positive definite, shape ``[..., K, K]``.
-        cov_xw: Their cross-covariance, shape ``[..., D, K]``.
-
-    Returns:
-        The information, shape ``[...]``.
-
-    Example:
-        >>> from torch import eye, tensor
-        >>> gaussian_mutual_information(eye(1), eye(1), tensor([[0.5]]))  # -log(3/4) / 2
-        tensor(0.1438)
-    """
-    squared = canonical_correlations(cov_x, cov_w, cov_xw).square()
-    return -0.5 * torch.log1p(-squared).sum(-1)

@@ -8,8 +8,8 @@ drawn from :math:`Q`), ``kl`` is :math:`\mathrm{KL}(Q\,\|\,P)` in nats. Numbers 
 broadcast; float64 tensors come out. Nothing is cut off at 1: a value above 1 says how far from
 informative a bound is.
 
-:func:`oracle_complexity` and :func:`local_minimum_bound` are numbers to set beside a certificate: their
-pre-distribution depends on the data, so they certify nothing.
+:func:`oracle_complexity` is a number to set beside a certificate: its pre-distribution depends on the
+data, so it certifies nothing.
 """
 
 import math
@@ -21,13 +21,7 @@ import torch
 from torch import Tensor
 from torch.special import xlog1py, xlogy
 
-from lightning_taskinfo._ranges import (
-    check_counts,
-    check_positive,
-    check_probability,
-    check_values,
-    checked_tensors,
-)
+from lightning_taskinfo._ranges import check_positive, check_values, checked_tensors
 
 Number: TypeAlias = float | Tensor
 RULES = {
@@ -37,7 +31,6 @@ RULES = {
     "kl": "non-negative",
     "bound": "non-negative",
     "n": "at least 8",
-    "draws": "at least 1",
     "index": "at least 1",
     "beta": "above 0.5",
     "delta": "in (0, 1)",
@@ -232,11 +225,7 @@ def catoni_bound(
     return loss / (n * (1 - 1 / (2 * beta)))
 
 
-def union_bound_price(
-    index: Number,
-    *,
-    size: int | None = None,
-) -> Tensor:
+def union_bound_price(index: Number) -> Tensor:
     r"""What it costs, in nats beside the KL, to pick the pre-distribution from a grid after seeing the data.
 
     .. math:: \log\frac{\delta}{\delta_j} = \log\frac{\pi^2 j^2}{6}, \qquad \sum_{j \ge 1} \delta_j = \delta
@@ -244,58 +233,17 @@ def union_bound_price(
     Args:
         index: Place :math:`j` of the chosen value in the grid, counted from 1; the grid and its
             order are fixed before the data are seen, and it may be infinite.
-        size: If given, the grid is finite and all its values cost the same, ``log(size)``.
 
     Returns:
         The price, float64. Prices of independent choices add up.
 
     Example:
-        >>> union_bound_price(10), union_bound_price(10, size=10)
-        (tensor(5.1029, dtype=torch.float64), tensor(2.3026, dtype=torch.float64))
+        >>> union_bound_price(10)
+        tensor(5.1029, dtype=torch.float64)
     """
     (index,) = checked(index=index)
-    if size is None:
-        constant = math.log(math.pi**2 / 6)
-        return constant + 2 * index.log()
-    if (index > size).any():
-        raise ValueError(f"`index` must be at most `size` = {size}, got {index.max().item()}.")
-    return torch.full_like(index, math.log(size))
-
-
-def monte_carlo_interval(
-    risk: Number,
-    draws: Number,
-    delta: Number,
-) -> tuple[Tensor, Tensor]:
-    r"""Confidence interval for the risk of a stochastic classifier that was estimated from draws.
-
-    .. math:: \mathrm{kl}\big(\hat e_m \,\|\, \hat e(Q)\big) \le \frac{\log(2/\delta')}{m}
-
-    A draw is a network from :math:`Q` together with the samples it is tested on. The draws must be
-    independent of each other and of the choice of :math:`Q`: a winner picked by its estimate needs
-    fresh ones. Putting the upper end into a bound gives a bound that holds with probability
-    :math:`1 - \delta - \delta'`.
-
-    Args:
-        risk: Mean risk :math:`\hat e_m` over the draws, each in ``[0, 1]``.
-        draws: Number :math:`m` of draws.
-        delta: Probability :math:`\delta'` with which the interval may fail.
-
-    Returns:
-        Its lower and upper end, float64.
-
-    Example:
-        >>> monte_carlo_interval(0.02, draws=1_000, delta=0.01)
-        (tensor(0.0088, dtype=torch.float64), tensor(0.0379, dtype=torch.float64))
-
-    References:
-        Langford, Caruana, *(Not) bounding the true error*, NeurIPS 2002.
-    """
-    risk, draws, delta = checked(risk=risk, draws=draws, delta=delta)
-    radius = (2 / delta).log() / draws
-    low = 1 - binary_kl_inverse(1 - risk, radius)
-    high = binary_kl_inverse(risk, radius)
-    return low, high
+    constant = math.log(math.pi**2 / 6)
+    return constant + 2 * index.log()
 
 
 class OracleComplexity(NamedTuple):
@@ -362,57 +310,3 @@ def oracle_complexity(
     prior = torch.where(h > 0, beta * ratio / h, torch.inf)
     post = torch.where(h > 0, prior / (1 + ratio), torch.inf)
     return OracleComplexity(objective, kl, prior, post)
-
-
-def local_minimum_bound(
-    loss: float,
-    log_det_fisher: float,
-    num_parameters: int,
-    n: int,
-    delta: float,
-    *,
-    log_volume: float,
-) -> Tensor:
-    r"""Jia and Su's bound for a local minimum, from the log-determinant of its Fisher information.
-
-    .. math::
-        L_0 + A + 2\sqrt{\frac{2L_0 + 2A + \log(2N/\delta)}{N - 1}}, \qquad
-        A = \frac{W\,V^{2/W} \pi^{1/W} e^{\gamma/W}}{4\pi e}
-
-    :math:`A` is the height that the loss reaches on the ellipsoid of volume :math:`V` around the minimum, by
-    Stirling's formula without its factor :math:`W^{1/W} \approx 1 + \log(W)/W`. The root is generous: take :math:`P`
-    uniform on the ellipsoid and :math:`Q \propto e^{-L}` there, then :math:`\mathrm{KL}(Q\|P) \le A`, and McAllester's
-    bound at the risk :math:`L_0 + A` with this KL is never above the value. The volume is free and such a
-    pre-distribution depends on the data: a number to compare minima of one network by, never a certificate. The
-    constants under the root have been checked by this argument, not against the printed theorem.
-
-    Args:
-        loss: Mean loss :math:`L_0` at the minimum, in ``[0, 1]``.
-        log_det_fisher: :math:`\gamma = \log|F|`.
-        num_parameters: Number :math:`W` of weights.
-        n: Number :math:`N` of samples, at least 2.
-        delta: Probability in the bound's statement.
-        log_volume: :math:`\log V`; the volume itself would underflow.
-
-    Returns:
-        The value, float64 scalar.
-
-    Example:
-        >>> local_minimum_bound(0.1, -2_000.0, 1_000, n=10_000, delta=0.05, log_volume=-500.0)
-        tensor(1.6392, dtype=torch.float64)
-
-    References:
-        Jia, Su, *Information-theoretic local minima characterization and regularization*, ICML 2020, Theorem 1.
-    """
-    if not 0 <= loss <= 1:
-        raise ValueError(f"`loss` must be in [0, 1], got {loss}.")
-    check_counts(num_parameters=num_parameters)
-    if n < 2:
-        raise ValueError(f"`n` must be at least 2, got {n}.")
-    check_probability(delta=delta)
-    W = num_parameters
-    log_height = (2 * log_volume + math.log(math.pi) + log_det_fisher) / W
-    height = torch.tensor(log_height, dtype=torch.float64, device="cpu").exp()
-    A = W * height / (4 * math.pi * math.e)
-    inner = (2 * loss + 2 * A + math.log(2 * n / delta)) / (n - 1)
-    return loss + A + 2 * inner.sqrt()

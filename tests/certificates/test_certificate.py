@@ -49,7 +49,7 @@ def test_the_stronger_proof_is_named_and_the_weaker_one_gets_the_advice(certific
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
-        ({"stochastic_bound": 0.9, "risk_upper": 0.1}, "half_fn"),
+        ({"stochastic_bound": 0.9, "risk_upper": 0.1}, "nearer to the trained weights"),
         ({"disagreement": 0.9, "disagreement_upper": 0.91}, "narrower"),
         ({"disagreement": 0.0, "disagreement_upper": 0.9}, "unlabelled inputs"),
         (

@@ -18,7 +18,7 @@ from lightning_taskinfo.certificates import PRIOR_STDS, Prior, certify, zero_one
 from lightning_taskinfo.certificates.certificate import round_up
 from lightning_taskinfo.certificates.samples import read_labelled, read_pair
 from lightning_taskinfo.distributions import diagonal_curvature, pre_distribution
-from lightning_taskinfo.functional.pac_bayes import kl_bound, mcallester_bound, monte_carlo_interval
+from lightning_taskinfo.functional.pac_bayes import kl_bound
 from lightning_taskinfo.variational import add_weight_noise
 from tests.certificates.conftest import blobs, fit
 
@@ -41,16 +41,6 @@ def test_it_adds_up_and_holds_on_new_samples(trained, data, prior, structure):
         with torch.no_grad(), certificate.post.with_weights(trained, g):
             errors.append(zero_one_loss(trained(unseen[0]), unseen[1]).mean().item())
     assert sum(errors) / 20 < certificate.bound < 0.5
-
-
-def test_the_classical_interval_is_that_of_the_mean(trained, data, prior):
-    betting, classical = (
-        certify(trained, data, prior, interval=name, **QUICK) for name in ("betting", "kl")
-    )
-    expected = tuple(end.item() for end in monte_carlo_interval(classical.risk, 100, 0.01))
-    assert classical.risk_interval == pytest.approx(expected, abs=1e-12)
-    assert classical.risk == betting.risk  # the same networks
-    assert betting.risk_interval[1] < classical.risk_interval[1]
 
 
 def test_the_betting_interval_is_that_of_the_networks(trained, data, prior):
@@ -186,19 +176,6 @@ def test_a_bound_is_rounded_up():
     ]
 
 
-def test_other_theorems_are_looser(trained, data, prior):
-    tight, loose = (
-        certify(trained, data, prior, theorem=t, draws=100, betas=(1.0,))
-        for t in ("kl", "mcallester")
-    )
-    assert tight.bound < loose.bound
-    expected = mcallester_bound(loose.risk_interval[1], loose.kl + loose.price, 600, 0.04).item()
-    assert loose.bound == min(1.0, expected)
-    assert (
-        certify(trained, data, prior, theorem="catoni", draws=100, betas=(1.0,)).theorem == "catoni"
-    )
-
-
 def test_a_given_curvature(trained, data, prior):
     diagonal = {name: torch.ones_like(p) for name, p in trained.named_parameters()}
     blocks = certify(trained, data, prior, structure=diagonal_curvature(diagonal), **SHORT)
@@ -318,13 +295,8 @@ def test_scores_without_an_axis_of_classes_and_complex_labels_are_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"theorem": "hoeffding"},
-            r"`theorem` must be one of \('kl', 'mcallester', 'catoni'\), got 'hoeffding'",
-        ),
         ({"structure": "dense"}, "`structure` .*got 'dense'"),
         ({"structure": ("kron", "dense")}, "`structure` .*got 'dense'"),
-        ({"interval": "normal"}, r"`interval` must be one of \('betting', 'kl'\), got 'normal'"),
         ({"delta": 0.0}, r"`delta` must be in \(0, 1\), got 0\.0"),
         ({"delta_draws": 1.0}, r"`delta_draws` must be in \(0, 1\), got 1\.0"),
         (

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_taskinfo.certificates import Candidate, Prior, certify, zero_one_loss
+from lightning_taskinfo.certificates import Prior, certify, zero_one_loss
+from lightning_taskinfo.certificates.certificate import Candidate
 from lightning_taskinfo.certificates.certify import block_disagreements
 from lightning_taskinfo.certificates.search import best_of
 from lightning_taskinfo.certificates.subject import Subject
@@ -59,8 +60,7 @@ def test_its_post_distribution_trades_disagreement_for_kl(certificate):
 def test_the_best_rows_differ_where_disagreement_decides():
     wide = Candidate("diagonal", 10.0, 0.1, 5.0, 1.0, 0.2, {}, disagreement=0.3)
     narrow = Candidate("diagonal", 0.1, 0.05, 50.0, 1.0, 0.3, {}, disagreement=0.1)
-    assert best_of([wide, narrow], network=True) == [wide, narrow]
-    assert best_of([wide, narrow], network=False) == [wide]
+    assert best_of([wide, narrow]) == (wide, narrow)
 
 
 def test_nothing_of_the_certificate_changes_with_unlabelled_inputs(

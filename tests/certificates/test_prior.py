@@ -1,4 +1,4 @@
-"""Where a prior is centred: a module, its state, a checkpoint, or half of the labels; and what it refuses."""
+"""Where a prior is centred: a module, its state or a checkpoint; and what it refuses."""
 
 from copy import deepcopy
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_taskinfo.certificates import Prior, certify
-from lightning_taskinfo.certificates.prior import half_prior, hash_of
+from lightning_taskinfo.certificates.prior import hash_of
 from tests.certificates.conftest import blobs, fit
 
 QUICK = {"draws": 20, "betas": (1.0,), "structure": "diagonal"}
@@ -104,53 +104,6 @@ def test_samples_that_the_centre_was_trained_on_are_refused(trained, start, data
             unlabelled=unlabelled,
             **QUICK,
         )
-
-
-def test_half_of_the_labels_of_a_network_with_a_buffer_that_is_not_saved(data):
-    model = frozen_start()
-    model.register_buffer("place", torch.arange(3), persistent=False)
-    prior = Prior(deepcopy(model), "random initialisation")
-    found = certify(fit(model, data), data, prior, half_fn=fit, **QUICK)
-    assert (found.valid, found.n) == (True, 300)
-
-
-def test_half_of_the_labels_train_the_centre_and_the_others_certify(trained, start, data, prior):
-    seen = []
-
-    def train(network, half):
-        seen.append((deepcopy(network.state_dict()), half))
-        fit(network, half)
-
-    random = torch.get_rng_state()
-    found = certify(trained, data, prior, half_fn=train, **QUICK)
-    assert torch.equal(torch.get_rng_state(), random)
-    ((begun, half),) = seen
-    assert all(torch.equal(begun[name], value) for name, value in start.state_dict().items())
-    assert (len(half[1]), found.n) == (300, 300)
-    rows = {tuple(row) for row in half[0].tolist()}
-    rest = [i for i, row in enumerate(data[0].tolist()) if tuple(row) not in rows]
-    assert len(rest) == 300
-    assert found.kl < certify(trained, data, prior, **QUICK).kl
-    assert "half" in found.prior_origin
-    assert found.valid
-
-
-def test_what_a_half_returns_is_taken_and_buffers_of_the_trained_network_are_not(data):
-    start = nn.Sequential(nn.Linear(4, 2))
-    start.register_buffer("scale", torch.ones(1))
-    prior = Prior.of(start, "random initialisation")
-    model = fit(deepcopy(start), data)
-    model.scale.mul_(2)  # what it learned from all samples
-    other = fit(deepcopy(start), data, steps=10)
-    new, rest = half_prior(prior, model, data, lambda network, half: other, seed=0)
-    assert torch.equal(new.center["0.weight"], other[0].weight)
-    (reason,) = certify(model, rest, new, **QUICK).reasons
-    assert "buffer `scale`" in reason
-
-
-def test_a_half_needs_a_start(trained, data):
-    with pytest.raises(ValueError, match=r"`half_fn` .*`center`"):
-        certify(trained, data, half_fn=fit, **QUICK)
 
 
 def test_beginnings_of_names_are_a_sequence():

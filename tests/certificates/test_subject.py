@@ -9,7 +9,7 @@ from lightning_taskinfo.certificates.subject import check_scores, differences, p
 from lightning_taskinfo.functional.tail_bounds import betting_upper_bound
 from tests.certificates.conftest import fit
 
-QUICK = {"draws": 50, "betas": (0.1, 1.0), "curvature_samples": 200}
+QUICK = {"draws": 50, "betas": (0.1, 1.0)}
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence"])

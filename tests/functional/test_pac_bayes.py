@@ -12,7 +12,6 @@ from lightning_taskinfo.functional.pac_bayes import (
     catoni_bound,
     kl_bound,
     mcallester_bound,
-    monte_carlo_interval,
     union_bound_price,
 )
 
@@ -136,18 +135,6 @@ def test_bounds_broadcast_and_compute_in_float64():
 def test_prices_spend_exactly_delta():
     index = torch.arange(1, 10**6)
     assert (-union_bound_price(index)).exp().sum().item() == pytest.approx(1, abs=2e-6)
-    assert (-union_bound_price(index[:7], size=7)).exp().sum().item() == pytest.approx(1)
-
-
-@pytest.mark.parametrize(("risk", "draws"), [(0.0, 10), (0.02, 500), (0.5, 500), (1.0, 10)])
-def test_monte_carlo_interval_contains_the_exact_binomial_one(risk, draws):
-    """Clopper–Pearson is exact for coin tosses; Chernoff's interval must be wider, but not by much."""
-    lower, upper = (end.item() for end in monte_carlo_interval(risk, draws, 0.05))
-    exact = stats.binomtest(round(risk * draws), draws).proportion_ci(0.95)
-    assert (
-        lower - 1e-12 <= exact.low <= exact.high <= upper + 1e-12
-    )  # equal where no toss, or every toss, fails
-    assert upper - lower < 1.6 * (exact.high - exact.low)
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
@@ -175,10 +162,6 @@ def test_refuses_what_the_theorems_do_not_cover(bound, arguments, message):
         (lambda: binary_kl_inverse(2.0, 0.5), r"`q` must be in \[0, 1\], got 2.0"),
         (lambda: binary_kl_inverse(0.1, -1.0), "`bound` must be non-negative, got -1.0"),
         (lambda: union_bound_price(0), "`index` must be at least 1, got 0.0"),
-        (lambda: union_bound_price(5, size=4), "`index` must be at most `size` = 4, got 5.0"),
-        (lambda: monte_carlo_interval(1.1, 10, 0.1), r"`risk` must be in \[0, 1\], got 1.1"),
-        (lambda: monte_carlo_interval(0.1, 0, 0.1), "`draws` must be at least 1, got 0.0"),
-        (lambda: monte_carlo_interval(0.1, 10, 1.0), r"`delta` must be in \(0, 1\), got 1.0"),
     ],
 )
 def test_messages(call, message):
