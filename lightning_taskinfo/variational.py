@@ -9,7 +9,7 @@ does that work.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeAlias
 
@@ -23,7 +23,6 @@ from lightning_taskinfo.functional.gaussian import gaussian_kl_diag
 
 Weights: TypeAlias = Mapping[str, Tensor]
 PriorCenter: TypeAlias = Literal["initial", "zero"] | Weights
-Choice: TypeAlias = Callable[[str, nn.Parameter], bool]
 
 __all__ = [
     "NoisyWeight",
@@ -191,7 +190,6 @@ def add_weight_noise(
     std: float = 0.01,
     prior_center: PriorCenter = "initial",
     prior_std: float = 0.1,
-    parameters: Choice | None = None,
     seed: int = 0,
 ) -> nn.Module:
     r"""Turn the weights of ``model`` into diagonal Gaussians :math:`Q = \mathcal{N}(\mu, \sigma^2)`, in place.
@@ -202,22 +200,20 @@ def add_weight_noise(
     processes are spawned inside of them: torch does not pickle parametrized modules.
 
     Args:
-        model: Any module. Tied weights, recurrent layers and weights that are already parametrized
-            are refused.
+        model: Any module, whose trainable weights become noisy; or a part of one. Tied weights,
+            recurrent layers and weights that are already parametrized are refused.
         std: Standard deviation of every weight to begin with.
         prior_center: Mean of the pre-distribution: the weights as they are now, zero, or a plain
             state dict, e.g. of a pretrained model.
         prior_std: Standard deviation of the pre-distribution.
-        parameters: Picks the weights that become noisy, from name and parameter; all trainable ones
-            by default.
         seed: Seed of the noise.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: If an argument is out of range, a weight cannot be made noisy, or none was
-            picked.
+        ValueError: If an argument is out of range, a weight cannot be made noisy, or none is
+            trainable.
 
     Example:
         >>> net = add_weight_noise(nn.Linear(2, 1))
@@ -226,11 +222,9 @@ def add_weight_noise(
     """
     check_not_negative(std=std)
     check_positive(prior_std=prior_std)
-    picked = _pick(model, parameters)
+    picked = _pick(model)
     centres = prior_means(prior_center, picked)
-    # Layers that are noisy already keep their noise during a forward of the whole model, too.
-    before = (module._held for module in model.modules() if isinstance(module, NoisyWeight))
-    held = next(before, _Held())
+    held = _Held()
     owners = {model}
     for index, (name, mean) in enumerate(picked.items()):
         path, _, attribute = name.rpartition(".")
@@ -252,17 +246,14 @@ def add_weight_noise(
     return model
 
 
-def _pick(model: nn.Module, parameters: Choice | None) -> dict[str, nn.Parameter]:
+def _pick(model: nn.Module) -> dict[str, nn.Parameter]:
     every = model.named_parameters(remove_duplicate=False)
-    named = {name: p for name, p in every if p.requires_grad}
-    picked = {name: p for name, p in named.items() if parameters is None or parameters(name, p)}
+    picked = {name: p for name, p in every if p.requires_grad}
     if not picked:
-        raise ValueError(
-            "`parameters` must pick at least one trainable parameter of `model`, got none."
-        )
+        raise ValueError("`model` must have at least one trainable parameter, got none.")
     for name, p in picked.items():
         owner = model.get_submodule(name.rpartition(".")[0])
-        tied = [other for other, q in named.items() if q is p and other != name]
+        tied = [other for other, q in picked.items() if q is p and other != name]
         problem = ""
         if tied:
             problem = f"tied to `{tied[0]}`, and would get other noise there"
@@ -271,7 +262,7 @@ def _pick(model: nn.Module, parameters: Choice | None) -> dict[str, nn.Parameter
         elif isinstance(owner, nn.RNNBase):
             problem = "in a recurrent layer, which keeps references to it"
         if problem:
-            raise ValueError(f"`parameters` must not pick `{name}`: it is {problem}.")
+            raise ValueError(f"`model` must not have a trainable `{name}`: it is {problem}.")
     return picked
 
 
@@ -399,24 +390,20 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return dict(sorted(plain.items()))
 
 
-def remove_weight_noise(model: nn.Module, *, sample: bool = False) -> nn.Module:
-    """Give the plain module back, in place: with the means as weights, or with one sample of them.
+def remove_weight_noise(model: nn.Module) -> nn.Module:
+    """Give the plain module back, in place, with the means as weights.
 
     Optimizers keep working: the means are the parameters that they know.
 
     Args:
         model: A module with noisy weights.
-        sample: Whether to keep a sample of the weights rather than their means.
 
     Example:
         >>> type(remove_weight_noise(add_weight_noise(nn.Linear(2, 1)))).__name__
         'Linear'
     """
-    for name, mean, noise in list(noisy_weights(model)):
+    for name, *_ in list(noisy_weights(model)):
         path, _, attribute = name.rpartition(".")
-        if sample:
-            with torch.no_grad(), sampling(model):
-                mean.copy_(noise(mean))
         parametrize.remove_parametrizations(
             model.get_submodule(path), attribute, leave_parametrized=False
         )

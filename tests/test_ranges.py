@@ -19,7 +19,7 @@ from lightning_taskinfo import (
 )
 from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive, check_seed
 from lightning_taskinfo.certificates import Prior
-from lightning_taskinfo.distributions import pre_distribution
+from lightning_taskinfo.distributions import IsotropicGaussian
 from lightning_taskinfo.functional.information import information_in_weights, post_variance
 from lightning_taskinfo.functional.likelihood import Gaussian
 from lightning_taskinfo.functional.minima import normalise_logits
@@ -35,7 +35,7 @@ SCALARS = {
         lambda x: information_in_weights(ONE, ONE, prior_std=x),
     ),
     "post_variance": ("beta", lambda x: post_variance(ONE, prior_std=1.0, beta=x)),
-    "pre_distribution": ("prior_std", lambda x: pre_distribution({"w": ONE}, prior_std=x)),
+    "IsotropicGaussian": ("prior_std", lambda x: IsotropicGaussian({"w": ONE}, prior_std=x)),
     "Gaussian": ("std", lambda x: Gaussian(std=x)),
     "normalise_logits": ("scale", lambda x: normalise_logits(ONE, scale=x)),
     "Stages": ("learning_rate", lambda x: Stages(learning_rate=x)),
@@ -50,10 +50,6 @@ SCALARS = {
     "LocalMinimumRegularizer": ("step_size", lambda x: LocalMinimumRegularizer(step_size=x)),
 }
 SEVERAL = {
-    "PACBayesCertificate prior_stds": (
-        "prior_stds",
-        lambda xs: PACBayesCertificate(prior_origin="random", prior_stds=xs),
-    ),
     "PACBayesCertificate betas": (
         "betas",
         lambda xs: PACBayesCertificate(prior_origin="random", betas=xs),

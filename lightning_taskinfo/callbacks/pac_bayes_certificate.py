@@ -6,13 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.information_in_weights import CenteredProbe
 from lightning_taskinfo.callbacks.source import Samples
 from lightning_taskinfo.certificates import (
     BETAS,
-    PRIOR_STDS,
     Certificate,
     Prior,
     certify,
@@ -40,8 +38,6 @@ class PACBayesCertificate(CenteredProbe):
         structure: Curvature that shapes the post-distribution, several to take the best, or
             ``"auto"`` for all that the network's width allows; see
             :func:`~lightning_taskinfo.certify`.
-        prior_stds: Standard deviations of the prior to choose from, ordered by union-bound cost,
-            cheapest first.
         betas: Weights of the KL to try.
         draws: Number of fresh networks that the bound rests on.
         delta: Probability with which the theorem may fail.
@@ -75,7 +71,6 @@ class PACBayesCertificate(CenteredProbe):
         *,
         prior_origin: str,
         structure: Structures = "auto",
-        prior_stds: Sequence[float] = PRIOR_STDS,
         betas: Sequence[float] = BETAS,
         draws: int = 1000,
         delta: float = 0.04,
@@ -101,14 +96,12 @@ class PACBayesCertificate(CenteredProbe):
             raise ValueError(
                 f"`prior_origin` must say where the weights come from, got {prior_origin!r}."
             )
-        check_positive(prior_stds=prior_stds)
         check_choices(delta, draws, betas, delta_draws=delta_draws)
         check_word("error", error, ErrorKind)
         named_structures(structure)  # refuses what it does not know
         self.error = error
         self.prior_origin = prior_origin
         self.structure = structure
-        self.prior_stds = prior_stds
         self.betas = betas
         self.draws = draws
         self.delta = delta
@@ -154,7 +147,7 @@ class PACBayesCertificate(CenteredProbe):
         return certify(
             model,
             (samples.inputs, samples.targets),  # type: ignore[arg-type]  # which were checked
-            Prior(self.center, origin, self.prior_stds, fixed=self._fixed),
+            Prior(self.center, origin, fixed=self._fixed),
             structure=self.structure,
             betas=self.betas,
             delta=self.delta,

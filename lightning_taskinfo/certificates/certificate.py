@@ -1,13 +1,12 @@
 """What was proved: the certificate with all that makes it one, two other proofs beside it, and all of it in words."""
 
-import html
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning_taskinfo._tables import Tabled, html_table
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.functional.tail_bounds import binomial_upper_bound
 
@@ -148,7 +147,7 @@ class TestSetBound:
 
 
 @dataclass(frozen=True)
-class Certificate:
+class Certificate(Tabled):
     """A bound on the true risk of a **stochastic** classifier: weights drawn afresh from ``post`` for each prediction.
 
     Beside it, where there was something to prove them with: ``network``, a bound for the network
@@ -229,10 +228,6 @@ class Certificate:
             if row["disagreement"] == math.inf:  # which JSON does not know
                 row["disagreement"] = None
         return values
-
-    def to_json(self, **options: Any) -> str:
-        """Return the certificate as JSON; ``options`` go to ``json.dumps``."""
-        return json.dumps(self.to_dict(), **options)
 
     def reading(self) -> str:
         """Return the certificate as one sentence."""
@@ -369,11 +364,5 @@ class Certificate:
         return "\n".join([*lines, "", " ".join(self._sentences())])
 
     def _repr_html_(self) -> str:
-        left = "style='text-align:left'"
-        cells = ""
-        for name, value in self.rows().items():
-            cells += (
-                f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(value)}</td></tr>"
-            )
-        first, *others = map(html.escape, self._sentences())
-        return f"<p><b>{first}</b> {' '.join(others)}</p><table>{cells}</table>"
+        rows = [[name, value] for name, value in self.rows().items()]
+        return html_table(["", ""], rows, " ".join(self._sentences()))

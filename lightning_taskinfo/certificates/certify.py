@@ -194,7 +194,7 @@ def certify(
         few = pick(subject.inputs, slice(4))
         reasons = copied + priors.reasons_against(model, prior, few, subject.outputs)
         search = Search(subject, prior, curvatures_to_try(subject, structure), delta)
-        rows = search.rows(betas, network=inputs is not None, progress=tell)
+        rows = search.rows(betas, tell)
         best, for_network = best_of(rows)
 
         post, risks = fresh_risks(search, best, draws, tell)

@@ -171,16 +171,17 @@ def _about_the_center(model: nn.Module, prior: Prior) -> Iterator[str]:
     if prior.center is not None and not prior.origin:
         yield "the prior's centre is not known to be independent of the data: `origin` must say where it is from"
     values = prior.values()
-    known = {name: p for name, p in trainable_parameters(model).items() if name in values}
-    frozen_at_first = [name for name in known if name in prior.fixed]
+    frozen_at_first = prior.fixed.keys() & values.keys() & trainable_parameters(model).keys()
     changed = [name for name in frozen_at_first if hash_of(values[name]) != prior.fixed[name]]
     if changed:
-        yield f"the centre of `{changed[0]}`, which was frozen at first, is not the weight that training began with"
-    shared = [name for name, p in known.items() if _share_memory(values[name], p)]
+        yield f"the centre of `{min(changed)}`, which was frozen at first, is not the weight that training began with"
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shared = [name for name, x in own.items() if name in values and _same(values[name], x)]
     if shared:
+        more = f", like {len(shared) - 1} more," if len(shared) > 1 else ""
         yield (
-            f"the prior's centre shares memory with the trained weights ({shared[0]}), so it was trained with them: "
-            "copy it before training"
+            f"the centre of `{shared[0]}`{more} shares memory with the network, so it was trained with it: copy it "
+            "before training"
         )
     elif _said_to_be_initial(prior) and _is_center(model, prior):
         yield (
@@ -189,7 +190,8 @@ def _about_the_center(model: nn.Module, prior: Prior) -> Iterator[str]:
         )
 
 
-def _share_memory(first: Tensor, second: Tensor) -> bool:
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors share memory."""
     return second.numel() > 0 and first.data_ptr() == second.data_ptr()
 
 
@@ -214,15 +216,12 @@ def _about_fixed_tensors(model: nn.Module, prior: Prior) -> Iterator[str]:
     found = defaultdict(list)
     for name, value in fixed_tensors(model).items():
         known = prior.fixed.get(name)
-        given = center.get(name) if known is None else None
-        if given is not None:
-            known = hash_of(given.to(value))
+        if known is None and name in center:
+            known = hash_of(center[name].to(value))
         if known is None:
             wrong = "is outside the KL and not part of the prior's centre to compare with"
         elif known != hash_of(value):
             wrong = "is outside the KL and differs from the prior's centre"
-        elif given is not None and _share_memory(given, value):
-            wrong = "shares memory with the prior's centre: copy it before training"
         else:
             continue
         owner = model.get_submodule(name.rpartition(".")[0])

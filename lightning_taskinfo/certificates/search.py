@@ -4,7 +4,7 @@ Each is made from a curvature of the loss: which there are, how they are estimat
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, Literal, TypeAlias, get_args
@@ -19,11 +19,11 @@ from lightning_taskinfo.certificates.certificate import Candidate
 from lightning_taskinfo.certificates.prior import Prior
 from lightning_taskinfo.certificates.subject import Subject, pick
 from lightning_taskinfo.distributions import (
+    IsotropicGaussian,
     WeightGaussian,
     diagonal_curvature,
     kronecker_curvature,
     post_distribution,
-    pre_distribution,
 )
 from lightning_taskinfo.distributions.gaussian import Curvature
 from lightning_taskinfo.fisher import fisher_diagonal, kronecker_factors
@@ -33,10 +33,8 @@ from lightning_taskinfo.functional.information import terms_by_group
 Structure: TypeAlias = Literal["isotropic", "diagonal", "neuron", "kron"]
 Structures: TypeAlias = Structure | Literal["auto"] | Sequence[Structure]
 WIDEST = 2048  # inputs of a layer up to which "auto" tries matrices of them
-BETAS = tuple(10 ** (j / 4) for j in range(-8, 17))  # 0.01 … 10⁴
+BETAS = tuple(10 ** (j / 2) for j in range(-4, 9))  # 0.01 … 10⁴
 CURVATURE_SAMPLES = 10_000  # that the curvature is estimated from
-COARSE = 4  # of a long grid, every fourth value is tried first, and then those around the best
-LONG = 8  # values that are more than a few
 TRY_DRAWS, TRY_SIZE = 16, 256  # networks, and samples for each, to compare post-distributions by
 
 
@@ -121,6 +119,7 @@ def curvatures_of(
     return {name: found[name] for name in structures}
 
 
+@dataclass
 class Search:
     """Post-distributions around one network, and what a few draws promise of them.
 
@@ -131,55 +130,28 @@ class Search:
         delta: Probability with which the bound may fail.
     """
 
-    def __init__(
-        self,
-        subject: Subject,
-        prior: Prior,
-        curvatures: Mapping[str, Curvature],
-        delta: float,
-    ) -> None:
-        self.subject = subject
-        self.prior = prior
-        self.curvatures = curvatures
-        self.delta = delta
-        self.center = prior.center_of(subject.model)
-        self.weights = trainable_parameters(subject.model)
-        self.distances = {
-            name: float((p.detach().double() - self.center[name]).square().sum())
-            for name, p in self.weights.items()
-        }
+    subject: Subject
+    prior: Prior
+    curvatures: Mapping[str, Curvature]
+    delta: float
+
+    def __post_init__(self) -> None:
+        self.weights = trainable_parameters(self.subject.model)
+        self.center = self.prior.center_of(self.subject.model)
+        self.distances = {}
+        for name, weight in self.weights.items():
+            moved = weight.detach().double() - self.center[name]
+            self.distances[name] = float(moved.square().sum())
 
     def bound(self, risk: float, complexity: float) -> float:
         """Return the bound for a risk and a complexity (KL and price, in nats)."""
         return float(pac_bayes.kl_bound(risk, complexity, self.subject.n, self.delta))
 
-    def rows(self, betas: Sequence[float], *, network: bool, progress: Progress) -> list[Candidate]:
-        """Try all curvatures with some of a long grid, then the values near the best.
-
-        Args:
-            betas: The grid of β.
-            network: Whether the best one for the network itself is wanted as well.
-            progress: Told how far the search is.
-        """
-        betas = sorted(betas)
-        first = betas[::COARSE] if len(betas) > LONG else betas
-        pairs = [*product(self.curvatures, first)]
-        rows = self.try_out(pairs, progress, "search")
-        near: list[tuple[str, float]] = []
-        best = best_of(rows) if network else best_of(rows)[:1]
-        winners = {(row.structure, row.beta) for row in best}
-        for structure, beta in sorted(winners):
-            place = betas.index(beta)
-            near += product([structure], betas[max(0, place - COARSE + 1) : place + COARSE])
-        others = [pair for pair in dict.fromkeys(near) if pair not in pairs]
-        return rows + self.try_out(others, progress, "search closer")
-
-    def try_out(
-        self, pairs: Sequence[tuple[str, float]], progress: Progress, label: str
-    ) -> list[Candidate]:
-        """Try each structure and β on a few draws: good enough to choose by, no certificate."""
+    def rows(self, betas: Sequence[float], progress: Progress) -> list[Candidate]:
+        """Try each curvature and β on a few draws: good enough to choose by, no certificate."""
         rows = []
-        for structure, beta in counted(pairs, len(pairs), progress, label):
+        pairs = [*product(self.curvatures, betas)]
+        for structure, beta in counted(pairs, len(pairs), progress, "search"):
             post, kl, price, prior_std = self.propose(structure, beta)
             draws = [self.subject.draw_losses(post, TRY_SIZE) for _ in range(TRY_DRAWS)]
             loss, disagreement = torch.stack(draws).mean((0, 2)).tolist()
@@ -195,7 +167,7 @@ class Search:
         blocks = self.curvatures[structure]
         by_layer, price = choose_scales(blocks, self.distances, self.prior, beta)
         stds = {name: by_layer[self.prior.layer_of(name)] for name in self.center}
-        pre = pre_distribution(self.center, prior_std=stds)
+        pre = IsotropicGaussian(self.center, prior_std=stds)
         post = post_distribution(self.weights, pre, blocks, beta=beta)
         return post, float(post.kl(pre)), price, by_layer
 

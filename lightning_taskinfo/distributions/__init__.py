@@ -1,4 +1,4 @@
-"""Gaussians over weights: before training (``pre_distribution``) and after it (``post_distribution``)."""
+"""Gaussians over weights: before training (``IsotropicGaussian``) and after it (``post_distribution``)."""
 
 from lightning_taskinfo.distributions.gaussian import (
     CurvatureBlock,
@@ -7,7 +7,6 @@ from lightning_taskinfo.distributions.gaussian import (
     diagonal_curvature,
     kronecker_curvature,
     post_distribution,
-    pre_distribution,
 )
 
 __all__ = [
@@ -17,5 +16,4 @@ __all__ = [
     "diagonal_curvature",
     "kronecker_curvature",
     "post_distribution",
-    "pre_distribution",
 ]

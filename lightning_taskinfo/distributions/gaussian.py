@@ -107,12 +107,9 @@ class WeightGaussian:
         blocks: By parameter name, blocks whose ``eigenvalues`` are the **variances**.
 
     Example:
-        >>> variances = CurvatureBlock(torch.tensor([4.0, 0.25], dtype=torch.float64))
-        >>> WeightGaussian({"w": torch.zeros(2)}, {"w": variances}).log_det()  # log 4 + log 1/4
-        tensor(0., dtype=torch.float64)
         >>> layer = nn.Linear(2, 1)
         >>> before = layer.weight.clone()
-        >>> with pre_distribution(layer, prior_std=1.0).with_weights(layer):
+        >>> with IsotropicGaussian(layer, prior_std=1.0).with_weights(layer):
         ...     bool((layer.weight == before).all())
         False
         >>> bool((layer.weight == before).all())
@@ -169,10 +166,6 @@ class WeightGaussian:
             drawn[name] = mean + turned(std * noise, block.left, block.right).view_as(mean)
         return drawn
 
-    def log_det(self) -> Tensor:
-        """Return the log-determinant of the covariance, float64 scalar."""
-        return torch.stack([block.eigenvalues.log().sum() for block in self.blocks.values()]).sum()
-
     def kl(self, pre: "IsotropicGaussian") -> Tensor:
         """Return ``KL(self‖pre)`` in nats, float64 scalar."""
         names = sorted(self.mean.keys() ^ pre.mean.keys())
@@ -188,32 +181,6 @@ class WeightGaussian:
 
 
 class IsotropicGaussian(WeightGaussian):
-    """Independent weights, one standard deviation a parameter tensor; see :func:`pre_distribution`.
-
-    Args:
-        mean: The mean by parameter name.
-        std: The standard deviation by parameter name, positive.
-
-    Example:
-        >>> wide, narrow = (IsotropicGaussian({"w": torch.zeros(2)}, {"w": std}) for std in (2.0, 1.0))
-        >>> wide.kl(narrow)  # 2 * (4 - 1 - log 4) / 2
-        tensor(1.6137, dtype=torch.float64)
-    """
-
-    def __init__(self, mean: Weights, std: Mapping[str, float]) -> None:
-        self.std: dict[str, float] = {}
-        blocks = {}
-        for name, value in mean.items():
-            check_positive(prior_std=std[name])
-            self.std[name] = float(std[name])
-            variance = value.new_tensor(self.std[name] ** 2, dtype=torch.float64)
-            blocks[name] = CurvatureBlock(variance.expand(value.shape))  # one number in memory
-        super().__init__(mean, blocks)
-
-
-def pre_distribution(
-    center: nn.Module | Weights, *, prior_std: float | Mapping[str, float]
-) -> IsotropicGaussian:
     r"""Pre-distribution of the weights, :math:`P = N(w_0, \lambda^2 I)`.
 
     Args:
@@ -222,13 +189,24 @@ def pre_distribution(
         prior_std: :math:`\lambda`, a standard deviation; for all weights, or by parameter name.
 
     Example:
-        >>> pre_distribution({"weight": torch.zeros(2)}, prior_std=0.5).log_det()  # 2 log 0.25
-        tensor(-2.7726, dtype=torch.float64)
+        >>> wide, narrow = (IsotropicGaussian({"w": torch.zeros(2)}, prior_std=std) for std in (2.0, 1.0))
+        >>> wide.kl(narrow)  # 2 * (4 - 1 - log 4) / 2
+        tensor(1.6137, dtype=torch.float64)
     """
-    mean = named_weights(center)
-    if not isinstance(prior_std, Mapping):
-        prior_std = dict.fromkeys(mean, prior_std)
-    return IsotropicGaussian(mean, prior_std)
+
+    def __init__(
+        self, center: nn.Module | Weights, *, prior_std: float | Mapping[str, float]
+    ) -> None:
+        mean = named_weights(center)
+        if not isinstance(prior_std, Mapping):
+            prior_std = dict.fromkeys(mean, prior_std)
+        self.std = {name: float(prior_std[name]) for name in mean}
+        blocks = {}
+        for name, weight in mean.items():
+            check_positive(prior_std=self.std[name])
+            variance = weight.new_tensor(self.std[name] ** 2, dtype=torch.float64)
+            blocks[name] = CurvatureBlock(variance.expand(weight.shape))  # one number in memory
+        super().__init__(mean, blocks)
 
 
 def named_weights(source: nn.Module | Weights) -> Weights:
@@ -261,15 +239,14 @@ def post_distribution(
         beta: Weight of the KL beside the sum of the loss; 1 is the evidence lower bound.
 
     Returns:
-        A Gaussian that can ``sample``, give its ``kl(pre)`` and ``log_det()``, and be put into a
-        module for a while.
+        A Gaussian that can ``sample``, give its ``kl(pre)``, and be put into a module for a while.
 
     Example:
-        >>> pre = pre_distribution({"w": torch.zeros(2)}, prior_std=1.0)
+        >>> pre = IsotropicGaussian({"w": torch.zeros(2)}, prior_std=1.0)
         >>> curvature = diagonal_curvature({"w": torch.tensor([0.0, 3.0])})
         >>> post = post_distribution({"w": torch.ones(2)}, pre, curvature)
-        >>> post.log_det(), post.kl(pre)
-        (tensor(-1.3863, dtype=torch.float64), tensor(1.3181, dtype=torch.float64))
+        >>> post.kl(pre)
+        tensor(1.3181, dtype=torch.float64)
     """
     check_positive(beta=beta)
     mean = named_weights(weights)

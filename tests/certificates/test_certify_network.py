@@ -10,7 +10,7 @@ from lightning_taskinfo.certificates.certificate import Candidate
 from lightning_taskinfo.certificates.certify import block_disagreements
 from lightning_taskinfo.certificates.search import best_of
 from lightning_taskinfo.certificates.subject import Subject
-from lightning_taskinfo.distributions import pre_distribution
+from lightning_taskinfo.distributions import IsotropicGaussian
 from lightning_taskinfo.functional.pac_bayes import kl_bound
 from lightning_taskinfo.functional.tail_bounds import (
     betting_upper_bound,
@@ -96,7 +96,7 @@ def test_every_block_has_inputs_and_a_draw_of_its_own(trained, data, m, draws, b
     subject = Subject(model, (inputs, torch.zeros(m).long()), seed=0)
     model.calls.clear()
     means, found = block_disagreements(
-        subject, pre_distribution(model, prior_std=1.0), inputs, None, draws
+        subject, IsotropicGaussian(model, prior_std=1.0), inputs, None, draws
     )
     (own, *drawn) = [call for call in model.calls if len(call[1]) <= m]
     assert own[0] == 0.0
