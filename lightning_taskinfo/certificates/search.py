@@ -74,11 +74,17 @@ def curvatures_to_try(subject: Subject, structure: Structures | Curvature) -> di
         subject: The network and its samples.
         structure: Names, or a curvature that is ready.
     """
+    weights = trainable_parameters(subject.model)
     if isinstance(structure, Mapping):
+        wrong = sorted(structure.keys() ^ weights.keys())
+        if wrong:
+            raise ValueError(
+                f"`structure` must hold a block for each trainable weight, got a difference in {wrong}."
+            )
         return {"given": structure}
     names = named_structures(structure)
-    weights = trainable_parameters(subject.model).values()
-    if structure == "auto" and any(p.ndim > 1 and p[0].numel() > WIDEST for p in weights):
+    wide = any(p.ndim > 1 and p[0].numel() > WIDEST for p in weights.values())
+    if structure == "auto" and wide:
         names = names[:2]  # the cheap ones
     return curvatures_of(subject, names)
 
@@ -114,8 +120,9 @@ def curvatures_of(
     if {"neuron", "kron"} & {*structures}:
         factors = kronecker_factors(model, inputs, targets, **sampled)
         by_neuron = {name: replace(f, rows=f.diagonals()[0]) for name, f in factors.items()}
-        found["kron"] = kronecker_curvature(factors, scale=n)
-        found["neuron"] = kronecker_curvature(by_neuron, scale=n)
+        by_name = {"neuron": by_neuron, "kron": factors}
+        for name in by_name.keys() & {*structures}:
+            found[name] = kronecker_curvature(by_name[name], scale=n)
     return {name: found[name] for name in structures}
 
 

@@ -164,6 +164,9 @@ def test_a_given_curvature(trained, data, prior):
     diagonal = {name: torch.ones_like(p) for name, p in trained.named_parameters()}
     blocks = certify(trained, data, prior, structure=diagonal_curvature(diagonal), **SHORT)
     assert blocks.structure == "given"
+    del diagonal["2.bias"]
+    with pytest.raises(ValueError, match=r"`structure` .*got a difference in \['2.bias'\]"):
+        certify(trained, data, prior, structure=diagonal_curvature(diagonal), **SHORT)
 
 
 def test_leaves_no_trace_and_repeats_itself(trained, data, prior):
