@@ -176,12 +176,12 @@ def _about_the_center(model: nn.Module, prior: Prior) -> Iterator[str]:
     if changed:
         yield f"the centre of `{min(changed)}`, which was frozen at first, is not the weight that training began with"
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shared = [name for name, x in own.items() if name in values and _same(values[name], x)]
+    known = [name for name, x in own.items() if name in values and x.numel()]
+    shared = [name for name in known if own[name].data_ptr() == values[name].data_ptr()]
     if shared:
-        more = f", like {len(shared) - 1} more," if len(shared) > 1 else ""
         yield (
-            f"the centre of `{shared[0]}`{more} shares memory with the network, so it was trained with it: copy it "
-            "before training"
+            f"the centre of `{shared[0]}` shares memory with the network, so it was trained with it: copy it before "
+            "training"
         )
     elif _said_to_be_initial(prior) and _is_center(model, prior):
         yield (
@@ -190,19 +190,16 @@ def _about_the_center(model: nn.Module, prior: Prior) -> Iterator[str]:
         )
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors share memory."""
-    return second.numel() > 0 and first.data_ptr() == second.data_ptr()
-
-
 def _is_center(model: nn.Module, prior: Prior) -> bool:
     """Whether the network is the centre, or as near to it as a rounded copy is."""
     weights = trainable_parameters(model)
     moved = length = 0.0
     for name, center in prior.center_of(model).items():
         weight = weights[name].detach().double()
-        moved += float((weight - center).square().sum())
-        length += float(weight.square().sum())
+        distance = float((weight - center).square().sum())
+        if distance:  # one that did not learn at all has no part in it
+            moved += distance
+            length += float(weight.square().sum())
     return moved <= UNMOVED**2 * length
 
 
