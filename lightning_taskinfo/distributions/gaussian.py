@@ -22,6 +22,7 @@ from lightning_taskinfo._observe import (
 )
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo.fisher import KroneckerFactors
+from lightning_taskinfo.functional.information import post_variance
 
 
 @dataclass(frozen=True)
@@ -248,18 +249,10 @@ def post_distribution(
         >>> post.kl(pre)
         tensor(1.3181, dtype=torch.float64)
     """
-    check_positive(beta=beta)
     mean = named_weights(weights)
-    wrong = sorted(mean.keys() ^ curvature.keys())
-    if wrong:
-        raise ValueError(f"`curvature` must have the same parameters, got a difference in {wrong}.")
     blocks = {}
-    for name, block in curvature.items():
-        if (block.eigenvalues < 0).any():
-            raise ValueError(
-                f"The curvature of `{name}` must be non-negative, got {block.eigenvalues.min().item()}."
-            )
-        variance = pre.std[name] ** 2
-        shrunk = variance / (1 + variance * block.eigenvalues / beta)
-        blocks[name] = replace(block, eigenvalues=shrunk)
+    for name in mean:
+        block = curvature[name]
+        variances = post_variance(block.eigenvalues, prior_std=pre.std[name], beta=beta)
+        blocks[name] = replace(block, eigenvalues=variances)
     return WeightGaussian(mean, blocks)

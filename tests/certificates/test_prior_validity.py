@@ -52,10 +52,7 @@ def test_a_centre_that_was_trained_along(start, data, alias):
     center = alias(model)
     certificate = certified(fit(model, data), data, Prior(center, origin="random initialisation"))
     assert not certificate.valid
-    assert (
-        "the centre of `0.weight` shares memory with the network"
-        in certificate.reasons[0]
-    )
+    assert "the centre of `0.weight` shares memory with the network" in certificate.reasons[0]
 
 
 def test_a_centre_equal_to_the_network_but_trained_elsewhere(start, data):
@@ -101,9 +98,7 @@ def test_statistics_that_are_not_a_copy(data):
         **{name: p.detach().clone() for name, p in model.named_parameters()},
     }
     certificate = certified(fit(model, data), data, Prior(center, origin="random initialisation"))
-    assert certificate.reasons[0].startswith(
-        "the centre of `1.running_mean` shares memory"
-    )
+    assert certificate.reasons[0].startswith("the centre of `1.running_mean` shares memory")
 
 
 def test_batch_norm_statistics_that_stayed(data):

@@ -208,11 +208,9 @@ def test_messages(net):
     with pytest.raises(ValueError, match=r"`prior_std` must be positive, got -1\.0"):
         IsotropicGaussian(net, prior_std=-1.0)
     blocks = diagonal_curvature(h)
-    with pytest.raises(ValueError, match=r"`curvature` .*got a difference in \['2.bias'\]"):
+    with pytest.raises(KeyError, match="2.bias"):
         post_distribution(net, pre, {n: block for n, block in blocks.items() if n != "2.bias"})
-    with pytest.raises(ValueError, match=r"`curvature` .*got a difference in \['other'\]"):
-        post_distribution(net, pre, {**blocks, "other": blocks["2.bias"]})
-    with pytest.raises(ValueError, match=r"The curvature of `2.bias` must be non-negative, got -1"):
+    with pytest.raises(ValueError, match="`curvature` must be non-negative, got -1"):
         post_distribution(net, pre, diagonal_curvature({**h, "2.bias": -torch.ones(2)}))
     with pytest.raises(
         ValueError, match=r"`pre` must have the same parameters, got a difference in \['0.bias'\]"
