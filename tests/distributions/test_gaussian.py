@@ -208,7 +208,7 @@ def test_messages(net):
     with pytest.raises(ValueError, match=r"`prior_std` must be positive, got -1\.0"):
         IsotropicGaussian(net, prior_std=-1.0)
     blocks = diagonal_curvature(h)
-    with pytest.raises(KeyError, match="2.bias"):
+    with pytest.raises(KeyError, match=r"2\.bias"):
         post_distribution(net, pre, {n: block for n, block in blocks.items() if n != "2.bias"})
     with pytest.raises(ValueError, match="`curvature` must be non-negative, got -1"):
         post_distribution(net, pre, diagonal_curvature({**h, "2.bias": -torch.ones(2)}))
