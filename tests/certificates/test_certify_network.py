@@ -10,7 +10,6 @@ from lightning_taskinfo.certificates.certificate import Candidate
 from lightning_taskinfo.certificates.certify import block_disagreements
 from lightning_taskinfo.certificates.search import best_of
 from lightning_taskinfo.certificates.subject import Subject
-from lightning_taskinfo.distributions import IsotropicGaussian
 from lightning_taskinfo.functional.pac_bayes import kl_bound
 from lightning_taskinfo.functional.tail_bounds import (
     betting_upper_bound,
@@ -18,6 +17,7 @@ from lightning_taskinfo.functional.tail_bounds import (
     most_errors_below,
 )
 from tests.certificates.conftest import blobs
+from tests.distributions.conftest import isotropic
 
 QUICK = {"draws": 100, "betas": (0.03, 0.1, 0.3, 1.0, 3.0, 10.0), "structure": "diagonal"}
 UNLABELLED = blobs(1_000, seed=5)[0]
@@ -95,9 +95,7 @@ def test_every_block_has_inputs_and_a_draw_of_its_own(trained, data, m, draws, b
     inputs = torch.arange(m)[:, None].float()
     subject = Subject(model, (inputs, torch.zeros(m).long()), seed=0)
     model.calls.clear()
-    means, found = block_disagreements(
-        subject, IsotropicGaussian(model, prior_std=1.0), inputs, None, draws
-    )
+    means, found = block_disagreements(subject, isotropic(model, 1.0), inputs, None, draws)
     (own, *drawn) = [call for call in model.calls if len(call[1]) <= m]
     assert own[0] == 0.0
     assert (len(means), found) == (blocks, size)

@@ -10,9 +10,10 @@ from lightning_taskinfo.certificates import Prior
 from lightning_taskinfo.certificates.certify import check_choices
 from lightning_taskinfo.certificates.search import choose_scales, curvatures_of
 from lightning_taskinfo.certificates.subject import Subject
-from lightning_taskinfo.distributions import IsotropicGaussian, diagonal_curvature
+from lightning_taskinfo.distributions import diagonal_curvature
 from lightning_taskinfo.fisher import fisher_diagonal, kronecker_factors
 from lightning_taskinfo.functional.information import information_in_weights
+from tests.distributions.conftest import isotropic
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def whole_matrix(block):
 def test_each_draw_is_a_new_network_on_samples_from_everywhere(trained, data):
     """A loss that is the sample's place shows which samples were looked at; one of the outputs, which network."""
     place = torch.linspace(0, 1, 600)
-    post = IsotropicGaussian(trained, prior_std=0.1)
+    post = isotropic(trained, 0.1)
     looking = Subject(trained, (data[0], place), loss_fn=lambda _, targets: targets, seed=0)
     seen = torch.cat([looking.draw_losses(post, 64)[0] for _ in range(50)])
     assert abs(seen.mean().item() - 0.5) < 4 * place.std().item() / math.sqrt(len(seen))

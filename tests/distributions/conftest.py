@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._observe import ParamDict
 from lightning_taskinfo.distributions import (
+    IsotropicGaussian,
+    WeightGaussian,
     diagonal_curvature,
     kronecker_curvature,
+    post_distribution,
 )
 from lightning_taskinfo.distributions.gaussian import Curvature
 from lightning_taskinfo.fisher import KroneckerFactors
@@ -20,6 +23,13 @@ class Case(NamedTuple):
     net: nn.Module
     curvature: Curvature
     dense: Tensor  # [k, k], in the order of `named_parameters`
+
+
+def isotropic(center: nn.Module | ParamDict, std: float) -> WeightGaussian:
+    """The Gaussian that a loss without curvature leaves: the pre-distribution itself."""
+    pre = IsotropicGaussian(center, prior_std=std)
+    flat = {name: torch.zeros_like(mean) for name, mean in pre.mean.items()}
+    return post_distribution(center, pre, diagonal_curvature(flat))
 
 
 @pytest.fixture

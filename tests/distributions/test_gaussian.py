@@ -14,6 +14,7 @@ from lightning_taskinfo.distributions import (
     post_distribution,
 )
 from lightning_taskinfo.fisher import KroneckerFactors
+from tests.distributions.conftest import isotropic
 
 BETA = 0.7
 
@@ -131,10 +132,12 @@ def dense(post):
     return basis @ torch.diag(block.eigenvalues.flatten()) @ basis.T
 
 
-def test_pre_distribution_against_dense(net):
-    pre, other = start(net), start(net, std=1.5)
-    torch.testing.assert_close(pre.kl(other), kl_divergence(dense_prior(pre), dense_prior(other)))
-    draws = torch.stack([flat(pre.sample(torch.Generator().manual_seed(i))) for i in range(2000)])
+def test_without_curvature_it_is_the_pre_distribution(net):
+    pre = start(net)
+    zeros = {name: torch.zeros_like(mean) for name, mean in pre.mean.items()}
+    post, other = post_distribution(pre.mean, pre, diagonal_curvature(zeros)), start(net, std=1.5)
+    torch.testing.assert_close(post.kl(other), kl_divergence(dense_prior(pre), dense_prior(other)))
+    draws = torch.stack([flat(post.sample(torch.Generator().manual_seed(i))) for i in range(2000)])
     error = flat({n: torch.full_like(m, pre.std[n]) for n, m in pre.mean.items()}) / 2000**0.5
     assert ((draws.mean(0) - 0.1) / error).abs().max() < 4.5
     assert ((draws.std(0) / 2000**0.5 - error) / error).abs().max() < 4.5 / 4000**0.5
@@ -215,7 +218,7 @@ def test_messages(net):
     with pytest.raises(
         ValueError, match=r"`pre` must have the same parameters, got a difference in \['0.bias'\]"
     ):
-        pre.kl(
+        isotropic(net, 1.0).kl(
             IsotropicGaussian(
                 {n: p for n, p in net.named_parameters() if n != "0.bias"}, prior_std=1.0
             )
@@ -223,15 +226,10 @@ def test_messages(net):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["pre", "blocks"])
-def test_draws_around_half_precision_weights_are_not_rounded(kind, dtype):
+def test_draws_around_half_precision_weights_are_not_rounded(dtype):
     """At w = 1 neighbours in bfloat16 are 0.004 apart, so that rounding would change a deviation of 0.001."""
     mean, n = {"w": torch.ones(20_000, dtype=dtype)}, 20_000
-    gaussian = IsotropicGaussian(mean, prior_std=1e-3)
-    zeros = {"w": torch.zeros(n)}
-    if kind == "blocks":
-        gaussian = post_distribution(mean, gaussian, diagonal_curvature(zeros))
-    drawn = gaussian.sample(torch.Generator().manual_seed(0))["w"].double() - 1
+    drawn = isotropic(mean, 1e-3).sample(torch.Generator().manual_seed(0))["w"].double() - 1
     assert drawn.std().item() == pytest.approx(1e-3, rel=4 / (2 * n) ** 0.5)
 
 
@@ -243,7 +241,7 @@ def test_a_half_precision_network_is_float32_while_it_holds_a_draw():
     before = {
         name: (value, value.clone()) for name, value in net.state_dict(keep_vars=True).items()
     }
-    post = IsotropicGaussian(net, prior_std=1e-3)
+    post = isotropic(net, 1e-3)
     with post.with_weights(net, torch.Generator().manual_seed(0)):
         assert net(torch.ones(2, 3)).dtype == torch.float32
         drawn = post.sample(torch.Generator().manual_seed(0))["0.weight"]
