@@ -378,7 +378,7 @@ def later(bench: Bench, network: str, target: str, seed: int, labels: int) -> li
     """Do the same with labels that no call was made from, and test on more images.
 
     Beside the errors: those on unlabelled images of the half that the labels come from, which are
-    not of other typefaces or writers; and the Brier scores of the test images.
+    not of other typefaces or writers; and the Brier scores and log-losses of the test images.
     """
     task = bench.task(target, network)
     picked = drawn(task.target, seed)
@@ -394,7 +394,8 @@ def later(bench: Bench, network: str, target: str, seed: int, labels: int) -> li
             found = logits(test.x)
             row[f"later_{way}"] = error_of(found, test.y)
             row[f"later_{way}_same"] = error_of(logits(same.x), same.y)
-            row[f"later_{way}_brier"] = brier_scores(found.softmax(1), test.y).mean().item()
+            losses = tuned_losses(found, test.y)
+            row |= {f"later_{way}_{key}": losses[key].mean().item() for key in ("brier", "log")}
         rows.append(row | {"seconds": round(seconds, 2)})
     return rows
 
@@ -428,8 +429,8 @@ def rival(bench: Bench, network: str, target: str, seed: int, labels: int) -> li
     """Cross-validate fine-tuning and a read-out of frozen features on the labels at hand, on the same folds.
 
     Of each start: which samples were wrong after fine-tuning and by the read-out; and mean and
-    standard deviation of how much its losses are below those of scratch, and its Brier score below
-    the mean of three cross-validations of scratch.
+    standard deviation of how much its losses are below those of scratch, and below the means of
+    three cross-validations of scratch.
     """
     task = bench.task(target, network)
     pool = task.target[drawn(task.target, seed)[:labels]]
@@ -452,7 +453,8 @@ def rival(bench: Bench, network: str, target: str, seed: int, labels: int) -> li
         row |= {"wrong": digits(wrong), "frozen_wrong": digits(frozen.argmax(1) != pool.y)}
         if scratch is not None:
             row["gains"] = {key: moments(scratch[key] - losses[key]) for key in losses}
-            row["full_gain"] = moments(repeated["brier"] - losses["brier"])
+            row["full_gains"] = {key: moments(repeated[key] - losses[key]) for key in losses}
+            row["full_gain"] = row["full_gains"]["brier"]
         rows.append(row | {"seconds": round(seconds, 2)})
     return rows
 
@@ -539,7 +541,8 @@ def scores(bench: Bench, network: str, target: str, seed: int, labels: int) -> l
         }
         row |= {"leep": start.leep if head else None, "nce": start.nce if head else None}
         row |= {"last_error": last.error, "last_interval": last.interval, "best_error": start.error}
-        rows.append(row | {"parameters": start.parameters, "seconds": round(start.seconds, 3)})
+        weights = sum(p.numel() for p in models[start.name]().parameters())
+        rows.append(row | {"parameters": weights, "seconds": round(start.seconds, 3)})
     return rows
 
 
@@ -695,6 +698,8 @@ def collected(bench: Bench) -> tuple[dict[Key, dict[str, dict[str, Any]]], list[
             if "gains" in row:  # the Brier score, up to that of scratch
                 entry["brier"] = -row["gains"]["brier"][0]
                 entry["brier_gain"] = row["gains"]["brier"]
+            if "full_gains" in row:
+                entry["log_gain"] = row["full_gains"]["log"]
     for (target, *_), starts in cells.items():
         for start, entry in starts.items():
             source = whole.get(f"start {start.replace(':', ' ')}")
@@ -774,11 +779,17 @@ def interval(values: Sequence[float]) -> list[float]:
 CONFIDENCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99)
 DESIGN = TARGETS[:3]  # whose results chose how calls are made
 RULES = {  # which difference to scratch a call is made from
-    "full": "full_gain",
-    "full, scratch once": "brier_gain",
+    "full": "log_gain",
+    "full, Brier scores": "full_gain",
+    "full, Brier scores, scratch once": "brier_gain",
     "linear": "linear_gain",
 }
-LATER_COUNTS = {"other seeds": "", "same half": "_same", "Brier scores": "_brier"}
+LATER_COUNTS = {
+    "other seeds": "",
+    "same half": "_same",
+    "Brier scores": "_brier",
+    "log-losses": "_log",
+}
 
 
 @dataclass(frozen=True)
@@ -802,8 +813,7 @@ class Call:
     @property
     def expected(self) -> float:
         """Probability that the true mean has the called sign."""
-        error = max(stdev(self.gains), 1e-9) / math.sqrt(len(self.gains))
-        return float(student.cdf(self.sign * fmean(self.gains) / error, len(self.gains) - 1))
+        return probability(self.sign, self.gains)
 
     @property
     def prophecy(self) -> tuple[float, bool]:
@@ -854,17 +864,30 @@ def certainty(entry: dict[str, Any], rule: str, n: int) -> tuple[int, float]:
     return int(math.copysign(1, t)), float(student.cdf(abs(t), n - 1))
 
 
-def came_true(signs: Sequence[int], gains: Sequence[Sequence[float]]) -> dict[str, int]:
-    """Count the calls whose sign the mean over seeds has: of all, and where the seeds decide."""
+def came_true(signs: Sequence[int], gains: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Count the calls whose sign the mean over seeds has: of all, and where the seeds decide.
+
+    The ceiling is the share of calls that would have that sign if all of them were right: the mean
+    probability, under Student's distribution around the mean over seeds, that the true mean has the
+    sign of the mean over seeds.
+    """
     true = [fmean(values) * sign > 0 for sign, values in zip(signs, gains, strict=True)]
     decided = [abs(fmean(values)) > interval(values)[1] for values in gains]
     both = [a and b for a, b in zip(true, decided, strict=True)]
+    sure = [probability(1, values) for values in gains]
     return {
         "made": len(true),
         "true": sum(true),
         "decided": sum(decided),
         "decided_true": sum(both),
+        "ceiling": round(fmean(max(p, 1 - p) for p in sure), 4) if sure else None,
     }
+
+
+def probability(sign: int, gains: Sequence[float]) -> float:
+    """Probability that the true mean has a sign, under Student's distribution around the mean over seeds."""
+    error = max(stdev(gains), 1e-9) / math.sqrt(len(gains))
+    return float(student.cdf(sign * fmean(gains) / error, len(gains) - 1))
 
 
 def judged_calls(calls: Sequence[Call]) -> dict[str, Any]:
@@ -877,12 +900,11 @@ def judged_calls(calls: Sequence[Call]) -> dict[str, Any]:
         row |= {"helps": sum(call.sign > 0 for call in made)}
         if made:
             row["expected"] = round(fmean(call.expected for call in made), 4)
-            later = [call for call in made if call.counts]
-            signs = [call.sign for call in later]
-            row["true_by"] = {
-                count: came_true(signs, [call.counts[count] for call in later])
-                for count in LATER_COUNTS
-            }
+            row["true_by"] = {}
+            for count in LATER_COUNTS:
+                later = [call for call in made if count in call.counts]
+                signs = [call.sign for call in later]
+                row["true_by"][count] = came_true(signs, [call.counts[count] for call in later])
         curve.append(row)
     prophecies = sorted((call.prophecy for call in calls), reverse=True)
     prophet = {}
@@ -934,14 +956,15 @@ def calls_table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def true_share(count: dict[str, int]) -> str:
-    """Return a share with Wilson's interval, and the count where the truth is decided."""
+def true_share(count: dict[str, Any]) -> str:
+    """Return a share with Wilson's interval, the count where the truth is decided, and the share of an oracle."""
     if not count["made"]:
         return "–"
     share = count["true"] / count["made"]
     low, high = wilson_interval(share, count["made"])
     decided = f"{count['decided_true']} of {count['decided']} decided"
-    return f"{share:.1%} [{100 * low:.0f}, {100 * high:.0f}] of {count['made']}; {decided}"
+    limit = f"ceiling {count['ceiling']:.1%}"
+    return f"{share:.1%} [{100 * low:.0f}, {100 * high:.0f}] of {count['made']}; {decided}; {limit}"
 
 
 def draw_calls(axes: Any, found: dict[str, dict[str, dict[str, Any]]]) -> None:

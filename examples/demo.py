@@ -239,7 +239,7 @@ def rank(starts: dict[str, Path], settings: dict[str, Any], path: Path) -> dict[
     ranking.save(path)
     return {
         "first": ranking.best.name,
-        "advice": ranking.advice(),
+        "advice": ranking.reading(),
         "seconds": seconds,
         "file": str(path),
     }

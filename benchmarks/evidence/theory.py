@@ -51,9 +51,11 @@ from scipy.spatial.distance import cdist
 from scipy.stats import norm
 from students import (
     ReLUNetworks,
+    ablate,
     fit_last_layer,
     random_networks,
     simulate_student_teacher,
+    span_norms,
     squared_distance,
     train_networks,
 )
@@ -61,12 +63,7 @@ from torch import Generator, Tensor
 from units import BENCHMARKS, Experiment, Row, main
 
 from lightning_taskinfo.functional.deep_linear import linear_transfer_risk
-from lightning_taskinfo.functional.features import (
-    ablate,
-    fit_power_law,
-    span_norms,
-    transfer_onset,
-)
+from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.intervals import wilson_interval
 from lightning_taskinfo.tasks.deep_linear import simulate_transfer
 

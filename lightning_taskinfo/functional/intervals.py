@@ -1,6 +1,6 @@
 """Intervals for shares, for differences of two losses on the same samples, and for means over seeds.
 
-Shares have the interval of Wilson, differences that of Agresti and Min, and means that of Student.
+Shares have the interval of Wilson, differences and means that of Student.
 """
 
 import math
@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
 from lightning_taskinfo._ranges import check_counts, check_probability
@@ -60,13 +59,9 @@ def paired_interval(
 ) -> tuple[float, float, float]:
     r"""Mean difference of two losses on the same samples, with its interval.
 
-    Of losses that are 0 or 1, with ``b`` samples where only the first is 1 and ``c`` where only the
-    second is, the interval is that of Agresti and Min, which adds half a sample to each of the four
-    cells:
+    .. math:: \bar d \pm t_{n-1}\, s_d / \sqrt n
 
-    .. math:: \frac{b - c}{n + 2} \pm \frac{z}{n + 2} \sqrt{(b + c + 1) - \frac{(b - c)^2}{n + 2}}
-
-    For other losses it is Student's, from the standard deviation of the differences.
+    It is Student's, from the standard deviation of the differences :math:`d`.
 
     Args:
         first: Losses, shape ``[n]``.
@@ -77,26 +72,14 @@ def paired_interval(
         Lower end, mean of ``first - second``, upper end.
 
     Example:
-        >>> a, b = torch.tensor([1.0, 1, 1, 0, 0]), torch.zeros(5)
+        >>> from torch import tensor, zeros
+        >>> a, b = tensor([1.0, 1, 1, 0, 0]), zeros(5)
         >>> [round(value, 2) for value in paired_interval(a, b)]
-        [-0.03, 0.6, 0.89]
-
-    References:
-        Agresti, Min, *Simple improved confidence intervals for comparing matched proportions*,
-        Stat. Med. 2005.
+        [-0.08, 0.6, 1.28]
     """
     difference = (first - second).double()
     n = len(difference)
     mean = difference.mean().item()
-    losses = torch.cat([first, second])
-    if torch.equal(losses, losses.bool().to(losses)):
-        z = normal_quantile(confidence)
-        b = (difference > 0).sum().item()
-        c = (difference < 0).sum().item()
-        middle = (b - c) / (n + 2)
-        variance = (b + c + 1) - (b - c) ** 2 / (n + 2)
-        reach = z / (n + 2) * variance**0.5
-        return middle - reach, mean, middle + reach
     reach = student_quantile(confidence, n - 1) * difference.std().item() / n**0.5
     return mean - reach, mean, mean + reach
 

@@ -1,11 +1,11 @@
 """What a linear read-out of features predicts: pooled to a bounded size, fitted by ridge, judged held out."""
 
-import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
-from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d
+from torch.nn.functional import adaptive_avg_pool2d
 
 from lightning_taskinfo._ranges import check_counts
 
@@ -15,20 +15,18 @@ SHARPNESS = torch.cat(
 ).double()  # of scores with deviation 1
 
 
-class ReadOut(NamedTuple):
-    """What a linear read-out of one layer's features predicts of held-out labels.
+class HeldOut(NamedTuple):
+    """What was predicted of held-out labels, and what is missed of them.
 
     Attributes:
         predicted: Predicted columns of the labels, shape ``[N, K]``.
-        baseline: Mean label of the samples that it was fitted to, shape ``[N, K]``.
-        missed: Share of the labels' variance that it misses.
+        missed: Share of the labels' variance that is missed.
         standard_error: Of the share, over samples, to first order.
         squares: Squared error of each sample, over that of the mean label, shape ``[N]``.
         wrong: Whether the largest column is another than the label's, shape ``[N]``.
     """
 
     predicted: Tensor
-    baseline: Tensor
     missed: Tensor
     standard_error: Tensor
     squares: Tensor
@@ -37,7 +35,7 @@ class ReadOut(NamedTuple):
 
 def pooled(
     features: Tensor,
-    max_features: int | None = 1024,
+    max_features: int = 1024,
     *,
     mask: Tensor | None = None,
 ) -> Tensor:
@@ -52,7 +50,7 @@ def pooled(
 
     Args:
         features: Output of a layer, shape ``[N, ...]``.
-        max_features: Most entries of a row; ``None`` flattens.
+        max_features: Most entries of a row.
         mask: Which of the positions of a sequence count, shape ``[N, T]``.
 
     Returns:
@@ -66,21 +64,17 @@ def pooled(
         (torch.Size([2, 75]), torch.Size([2, 7]))
     """
     check_counts(max_features=max_features)
-    if max_features is None:
-        rows = features.flatten(1)
-    elif mask is not None and features.ndim == 3 and features.shape[:2] == mask.shape:
+    if mask is not None and features.ndim == 3 and features.shape[:2] == mask.shape:
         weights = mask.to(features).unsqueeze(-1)  # [N, T, 1]
-        rows = (features * weights).sum(1) / weights.sum(1).clamp(min=1)
-    elif features.ndim < 2 or features[0].numel() <= max_features:
-        rows = features.reshape(len(features), -1)
-    elif features.ndim == 3:
-        rows = torch.cat([features.mean(1), features.mean(2)], 1)
-    elif features.ndim in (4, 5):
-        rows = _averaged_over_cells(features, max_features)
-    else:
-        rows = features.flatten(1)
+        features = (features * weights).sum(1) / weights.sum(1).clamp(min=1)
+    elif features.numel() > len(features) * max_features:
+        if features.ndim == 3:
+            features = torch.cat([features.mean(1), features.mean(2)], 1)
+        elif features.ndim == 4:
+            features = _averaged_over_cells(features, max_features)
+    rows = features.reshape(len(features), -1)
     N, D = rows.shape
-    if max_features is None or max_features >= D:
+    if max_features >= D:
         return rows
     # The same sums and signs for all rows of a length.
     generator = Generator().manual_seed(D)
@@ -94,16 +88,15 @@ def _averaged_over_cells(
     max_features: int,
 ) -> Tensor:
     """Average over the cells of the finest grid whose entries fit."""
-    sizes = features.shape[1:]
-    if sizes[0] == sizes[1] != sizes[-1]:  # square, with the channels last
+    _, *sizes, last = features.shape
+    if sizes[0] == sizes[1] != last:  # square, with the channels last
         features = features.movedim(-1, 1)
-    channels, *space = features.shape[1:]
-    for cells in range(max(space), 0, -1):
-        grid = [min(cells, size) for size in space]
-        if channels * math.prod(grid) <= max_features:
+    _, channels, height, width = features.shape
+    for cells in range(max(height, width), 0, -1):
+        grid = min(cells, height), min(cells, width)
+        if channels * grid[0] * grid[1] <= max_features:
             break
-    pool: Any = adaptive_avg_pool2d if len(space) == 2 else adaptive_avg_pool3d
-    return pool(features, grid).flatten(1)
+    return adaptive_avg_pool2d(features, grid).flatten(1)
 
 
 def stratified_folds(
@@ -142,12 +135,54 @@ def stratified_folds(
     return (torch.arange(N) % folds)[order.argsort()]
 
 
+def cross_validated(
+    columns: Tensor,
+    fold: Tensor,
+    predict: Callable[[Tensor, Tensor], Tensor],
+) -> HeldOut:
+    """Predict the labels of each fold from the others, and say what is missed.
+
+    Args:
+        columns: Labels as real columns, classes as indicators, shape ``[N, K]``.
+        fold: Fold of each sample, from 0 on, shape ``[N]``.
+        predict: Given which samples to learn from and which to predict, returns the columns of the latter.
+
+    Returns:
+        Predictions and their errors, in float64.
+
+    Example:
+        >>> columns = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
+        >>> means = cross_validated(columns, torch.arange(4) % 2, lambda known, new: columns[known].mean(0))
+        >>> means.predicted.flatten().tolist(), means.missed.item()
+        ([2.0, 1.0, 2.0, 1.0], 1.0)
+    """
+    columns = columns.double()
+    predicted = torch.empty_like(columns)
+    baseline = torch.empty_like(columns)
+    for k in fold.unique():
+        held = (fold == k).nonzero().flatten()
+        known = (fold != k).nonzero().flatten()
+        predicted[held] = predict(known, held).to(columns)
+        baseline[held] = columns[known].mean(0)
+    residual = (columns - predicted).square().sum(-1)  # [N]
+    variance = (columns - baseline).square().sum(-1)  # [N]
+    scale = variance.mean()
+    missed = residual.sum() / variance.sum()
+    return HeldOut(
+        predicted,
+        missed,
+        standard_error=(residual - missed * variance).std() / scale / len(residual) ** 0.5,
+        squares=residual / scale,
+        wrong=(predicted.argmax(1) != columns.argmax(1)).double(),
+    )
+
+
 def held_out_readout(
     features: Tensor,
     columns: Tensor,
     fold: Tensor,
-) -> ReadOut:
-    r"""Predict the labels of each fold by ridge regression on the features of the others, and say what is missed.
+) -> HeldOut:
+    r"""Predict the labels of each fold by ridge regression on the features of the others.
 
     .. math:: \hat y(x) = \bar y + (x - \bar x)^\top \big(X^\top X + \lambda I\big)^{-1} X^\top (Y - \bar y)
 
@@ -160,7 +195,7 @@ def held_out_readout(
         fold: Fold of each sample, from 0 on, shape ``[N]``.
 
     Returns:
-        Predictions, the mean labels that they are compared with, and their errors, in float64.
+        Predictions and their errors, in float64.
 
     Example:
         >>> x = torch.arange(6.0).unsqueeze(1)
@@ -168,28 +203,14 @@ def held_out_readout(
         tensor([ 1.,  3.,  5.,  7.,  9., 11.], dtype=torch.float64)
     """
     features = features.double()
-    columns = columns.double()
-    predicted = torch.empty_like(columns)
-    baseline = torch.empty_like(columns)
-    for k in fold.unique():
-        test = fold == k
-        x = features[~test]
-        y = columns[~test]
-        x_mean = x.mean(0)
-        baseline[test] = y_mean = y.mean(0)
-        predicted[test] = y_mean + ridge(x - x_mean, y - y_mean, features[test] - x_mean)
-    residual = (columns - predicted).square().sum(-1)  # [N]
-    variance = (columns - baseline).square().sum(-1)  # [N]
-    scale = variance.mean()
-    missed = residual.sum() / variance.sum()
-    return ReadOut(
-        predicted,
-        baseline,
-        missed,
-        standard_error=(residual - missed * variance).std() / scale / len(residual) ** 0.5,
-        squares=residual / scale,
-        wrong=(predicted.argmax(1) != columns.argmax(1)).double(),
-    )
+
+    def predict(known: Tensor, held: Tensor) -> Tensor:
+        x = features[known]
+        y = columns[known].double()
+        x_mean, y_mean = x.mean(0), y.mean(0)
+        return y_mean + ridge(x - x_mean, y - y_mean, features[held] - x_mean)
+
+    return cross_validated(columns, fold, predict)
 
 
 def sharpened_brier(

@@ -8,7 +8,6 @@ read features
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
-from torch.special import xlogy
 
 from lightning_taskinfo._ranges import check_finite
 
@@ -110,22 +109,18 @@ def _best_evidence(
 def h_score(
     features: Tensor,
     labels: Tensor,
-    *,
-    shrink: bool | None = None,
 ) -> Tensor:
     r"""Share of the features' variance that lies between classes, summed over directions.
 
     .. math:: H = \operatorname{tr}\big( \operatorname{cov}(F)^{-1} \operatorname{cov}(\mathbb E[F | y]) \big)
 
-    With fewer samples than features the covariance has no inverse, and with few more a poor one. It
-    is then shrunk,
+    With no more samples than features the covariance has no inverse. It is then shrunk,
     :math:`(1 - \delta) S + \delta \tfrac{\operatorname{tr} S}{D} I`, with the :math:`\delta` of Ledoit and Wolf. An
     unshrunk one that is singular is inverted on its range.
 
     Args:
         features: Frozen features :math:`F`, shape ``[N, D]``.
         labels: Classes, shape ``[N]``.
-        shrink: Whether to shrink the covariance; if not given, where ``N`` is at most ``D``.
 
     Returns:
         The score in float64: at least 0, and unshrunk at most one less than the number of classes.
@@ -155,9 +150,7 @@ def h_score(
     # Deviations of class means in the basis of right singular vectors: s times the mean rows of U.
     means = s * (indicators.T @ U) / counts  # [C, R]
     between = (counts / N * means.square()).sum(0)  # [R]
-    if shrink is None:
-        shrink = N <= D
-    if shrink:
+    if N <= D:
         delta = ledoit_wolf_shrinkage(features)
         spectrum = (1 - delta) * spectrum + delta * spectrum.sum() / D
     rank = spectrum > spectrum.max() * max(N, D) * torch.finfo(F.dtype).eps
@@ -247,6 +240,8 @@ def nce(
 ) -> Tensor:
     r"""Negative conditional entropy :math:`-H(y | z)` of target labels, given what the source head calls each sample.
 
+    It is LEEP of a head that is sure of each.
+
     Args:
         source: Source classes :math:`z`, the most probable one of each target sample, shape
             ``[N]``.
@@ -273,10 +268,8 @@ def nce(
             f"`source` must hold one class for each of {len(labels)} labels, got {source.dtype} of shape "
             f"{list(source.shape)}."
         )
-    classes = _checked_classes(labels)
     _, z = source.unique(return_inverse=True)
-    joint = one_hot(classes).double().T @ one_hot(z).double() / len(z)  # [C, Z]
-    return (xlogy(joint, joint) - xlogy(joint, joint.sum(0))).sum()
+    return leep(one_hot(z), labels)
 
 
 def _checked_features(

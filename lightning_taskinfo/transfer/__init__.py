@@ -10,7 +10,7 @@ import sys
 from inspect import signature
 from types import ModuleType
 
-from lightning_taskinfo.transfer.overlap import FeatureOverlap, Onset, feature_overlap
+from lightning_taskinfo.transfer.overlap import FeatureOverlap, feature_overlap
 from lightning_taskinfo.transfer.rank import FineTuning, rank_starts
 from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, StartRanking
 from lightning_taskinfo.transfer.ready import Stages
@@ -48,7 +48,6 @@ __all__ = [
     "FeatureOverlap",
     "FineTuning",
     "LayerReadout",
-    "Onset",
     "RankedStart",
     "Result",
     "Stages",

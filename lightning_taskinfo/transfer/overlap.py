@@ -6,91 +6,29 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._batches import BatchFn, read_batch, read_by
-from lightning_taskinfo._calls import Forward, NoLogitsError, call_on
+from lightning_taskinfo._calls import Call, Forward, NoLogitsError, call_on
 from lightning_taskinfo._fields import is_labeled
 from lightning_taskinfo._nested import IGNORED, joined, moved, sample_count, take, tensors
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_finite
-from lightning_taskinfo._tables import Tabled
+from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._warn import first_line, warn
 from lightning_taskinfo.callbacks.report import spread
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.intervals import normal_quantile
 from lightning_taskinfo.functional.readout import held_out_readout, pooled
 
-if TYPE_CHECKING:
-    from lightning_taskinfo.plotting import Axes, Drawn
-
 REACH = 10  # times the measured numbers of labels, to which a learning curve is followed silently
 LARGEST_SHARE = 4.0  # that of always being sure of the wrong one of two classes; more is no share
 MAX_FEATURES = 1024  # of a layer, after pooling
-MAX_CHUNK = 64  # samples of a forward pass, where the user's batches are larger
+CHUNK = 32  # samples of a forward pass
 Data: TypeAlias = Iterable[Any] | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Onset(Tabled):
-    """Predicted numbers of target labels above which linear transfer hurts; unpacks into lower end, middle, upper end.
-
-    Attributes:
-        layers: Names of the layers.
-        low: Lower ends of the intervals, shape ``[K]``.
-        middle: The predictions, shape ``[K]``; infinite where linear transfer is never predicted to
-            hurt.
-        high: Upper ends of the intervals, shape ``[K]``.
-        confidence: Probability that an interval covers.
-
-    Example:
-        >>> from torch import tensor
-        >>> print(Onset(("conv",), tensor([80.0]), tensor([100.0]), tensor([130.0])).reading())
-        Linear transfer helps longest from conv: above about 100 labels, training from scratch is predicted to win.
-    """
-
-    layers: tuple[str, ...]
-    low: Tensor
-    middle: Tensor
-    high: Tensor
-    confidence: float = 0.95
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.low, self.middle, self.high))
-
-    def reading(self) -> str:
-        """Return one sentence on the layer whose features help for the most labels."""
-        onset = self.middle.max().item()
-        layer = self.layers[int(self.middle.argmax())]
-        if math.isinf(onset):
-            return f"Linear transfer from {layer} is not predicted to hurt at any number of labels."
-        return (
-            f"Linear transfer helps longest from {layer}: above about {shown_count(onset)} labels, training from "
-            "scratch is predicted to win."
-        )
-
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        rows = []
-        for layer, *ends in zip(self.layers, *self, strict=True):
-            low, middle, high = (shown_count(end.item()) for end in ends)
-            rows.append([layer, middle, f"[{low}, {high}]"])
-        return ["layer", "hurts above", f"{self.confidence:.0%} interval"], rows
-
-    def plot(self, ax: "Axes | None" = None) -> "Drawn":
-        """Draw the predictions with their intervals; needs matplotlib.
-
-        Args:
-            ax: Draw here instead of in a new figure.
-
-        Returns:
-            The figure and its axes.
-        """
-        figure, ax = _plot(self.layers, self, "labels above which transfer hurts", ax)
-        ax.set_xscale("log")
-        return figure, ax
 
 
 @dataclass(frozen=True)
@@ -113,87 +51,19 @@ class FeatureOverlap(Tabled):
     standard_error: Tensor
     samples: int
 
-    def interval(self, confidence: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Return the ends of the normal confidence intervals of ``outside``, shape ``[K]`` each, not below 0.
-
-        Args:
-            confidence: Probability that an interval covers.
-
-        Raises:
-            ValueError: If ``confidence`` is not between 0 and 1.
-        """
-        reach = normal_quantile(confidence) * self.standard_error
-        low = (self.outside - reach).clamp(min=0)
-        return low, self.outside + reach
-
     def reading(self) -> str:
         """Return one sentence on the layer that misses least."""
         best = int(self.outside.argmin())
-        low, high = (end[best].item() for end in self.interval())
+        share, error = (100 * values[best].item() for values in (self.outside, self.standard_error))
         return (
-            f"The features of {self.layers[best]} miss the least: {100 * self.outside[best].item():.1f} % "
-            f"[{100 * low:.1f}, {100 * high:.1f}] of the labels' variance, from {self.samples} labels."
+            f"The features of {self.layers[best]} miss the least: {share:.1f} % of the labels' variance "
+            f"(standard error {error:.1f}), from {self.samples} labels."
         )
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
+    def _cells(self) -> Cells:
         layers = zip(self.layers, self.outside, self.standard_error, strict=True)
         rows = [[layer, f"{share:.3f}", f"{error:.3f}"] for layer, share, error in layers]
         return ["layer", "missed share", "standard error"], rows
-
-    def plot(self, ax: "Axes | None" = None) -> "Drawn":
-        """Draw the missed share of each layer with its 95 % interval; needs matplotlib.
-
-        Args:
-            ax: Draw here instead of in a new figure.
-
-        Returns:
-            The figure and its axes.
-        """
-        low, high = self.interval()
-        what = "share of the labels' variance missed"
-        return _plot(self.layers, (low, self.outside, high), what, ax)
-
-    def onset(self, curve: Mapping[int, float], *, confidence: float = 0.95) -> Onset:
-        r"""Predicted number of target labels above which linear transfer hurts, per layer, with its interval.
-
-        A power law :math:`A\,n^{-\nu}` is fitted to the learning curve of training from scratch; it
-        falls below the missed share at the onset. The interval carries the uncertainty of the
-        share, not that of the curve: a warning says where the law is followed to more than ten
-        times the largest number of labels, or less than a tenth of the smallest.
-
-        Args:
-            curve: Share of the labels' variance that scratch missed on held-out data, not in per
-                cent, by number of labels, two or more.
-            confidence: Probability that an interval covers.
-
-        Returns:
-            The onsets, which print, draw and unpack into lower end, onset and upper end, shape
-            ``[K]`` each.
-
-        Raises:
-            ValueError: If the curve does not fall, or does not consist of positive shares.
-        """
-        first, middle, last = self.crossings(curve, confidence)
-        onsets = zip(self.layers, middle.tolist(), strict=True)
-        far = [f"{layer} ({onset:.2g})" for layer, onset in onsets if is_far(onset, [*curve])]
-        if far:
-            warn(
-                f"The onset of {', '.join(far)} is far from the numbers of labels that were measured, "
-                f"{min(curve):g} to {max(curve):g}: measure `curve` nearer to it before you rely on it."
-            )
-        return Onset(self.layers, first, middle, last, confidence)
-
-    def crossings(self, curve: Mapping[int, float], confidence: float = 0.95) -> Tensor:
-        """Return where a learning curve falls below ``outside`` and the ends of its intervals, rising, ``[3, K]``."""
-        low, high = self.interval(confidence)
-        return transfer_onset(torch.stack([high, self.outside, low]), *fitted_curve(curve))
-
-
-def _plot(layers: Sequence[str], ends: Iterable[Tensor], what: str, ax: "Axes | None") -> "Drawn":
-    from lightning_taskinfo.plotting import plot_intervals
-
-    low, middle, high = (end.tolist() for end in ends)
-    return plot_intervals(layers, low, middle, high, xlabel=what, ax=ax)
 
 
 def shown_count(number: float) -> str:
@@ -205,7 +75,7 @@ def shown_count(number: float) -> str:
     """
     if math.isinf(number):
         return "never"
-    return f"{number:.2g}" if number < 10 else f"{float(f'{number:.2g}'):,.0f}"
+    return f"{float(f'{number:.2g}'):,g}"
 
 
 def fitted_curve(curve: Mapping[int, float]) -> tuple[Tensor, Tensor]:
@@ -243,7 +113,7 @@ def feature_overlap(
     *,
     layers: Sequence[str] | None = None,
     folds: int = 5,
-    max_features: int | None = MAX_FEATURES,
+    max_features: int = MAX_FEATURES,
     forward_fn: Forward | None = None,
     batch_fn: BatchFn | None = None,
 ) -> FeatureOverlap:
@@ -264,8 +134,7 @@ def feature_overlap(
             sample; if not given, all such modules without children.
         folds: Number of folds.
         max_features: Most features of a layer: larger ones are averaged over neighbouring pixels or
-            over tokens, see :func:`~lightning_taskinfo.functional.readout.pooled`. ``None`` keeps
-            all of them.
+            over tokens, see :func:`~lightning_taskinfo.functional.readout.pooled`.
         forward_fn: How to call the model, ``forward_fn(model, inputs)``; otherwise on the inputs,
             those of a mapping by name.
         batch_fn: Picks ``(inputs, labels)`` out of a batch.
@@ -306,10 +175,11 @@ def onset_of(overlap: Mapping[str, Any], curve: Mapping[int, float]) -> list[flo
         ``None`` where scratch was measured at fewer than two numbers of labels, or its error does
         not fall.
     """
-    last = [overlap[key][-1] for key in ("outside", "standard_error")]
-    share, error = torch.tensor(last, dtype=torch.float64)
+    share, error = (overlap[key][-1] for key in ("outside", "standard_error"))
+    reach = normal_quantile(0.95) * error
+    ends = torch.tensor([share + reach, share, max(0.0, share - reach)], dtype=torch.float64)
     try:
-        return FeatureOverlap((), share, error, samples=0).crossings(curve).tolist()
+        return transfer_onset(ends, *fitted_curve(curve)).tolist()
     except ValueError:
         return None
 
@@ -322,13 +192,11 @@ class Labelled(NamedTuple):
         labels: Classes ``[N]``, or real values ``[N, ...]``.
         columns: Real labels as columns, classes as indicators of those that occur, shape
             ``[N, C]``.
-        chunk: Samples of a forward pass.
     """
 
     inputs: Any
     labels: Tensor
     columns: Tensor
-    chunk: int
 
 
 def read_labelled(data: Any, batch_fn: BatchFn | None, folds: int) -> Labelled:
@@ -340,9 +208,6 @@ def read_labelled(data: Any, batch_fn: BatchFn | None, folds: int) -> Labelled:
     """
     if isinstance(data, Mapping) or is_labeled(data):
         data = [data]
-    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-        rule = "batches (inputs, labels), or one, such as a DataLoader"
-        raise TypeError(f"`data` must be {rule}, got a {type(data).__name__}.")
     given = []
     targets = []
     for batch in data:
@@ -355,15 +220,14 @@ def read_labelled(data: Any, batch_fn: BatchFn | None, folds: int) -> Labelled:
                 f"{shape} for {n} inputs; a dataset of single samples goes into a DataLoader first."
             )
         labels = labels.detach().cpu()
-        if not labels.is_floating_point() and bool((labels == IGNORED).any()):  # some have no label
-            rows = (labels != IGNORED).nonzero().flatten().tolist()
-            inputs, labels = take((inputs, labels), itemgetter(rows))
+        if not labels.is_floating_point():
+            labelled = (labels != IGNORED).nonzero().flatten()
+            inputs, labels = take((inputs, labels), itemgetter(labelled))
         if len(labels):
             given.append(inputs)
             targets.append(labels)
     if not given:
         raise ValueError("`data` must yield batches (inputs, labels), got none.")
-    chunk = min(MAX_CHUNK, max(map(len, targets)))
     try:
         samples, whole = joined(given), torch.cat(targets)
     except RuntimeError as error:
@@ -371,7 +235,7 @@ def read_labelled(data: Any, batch_fn: BatchFn | None, folds: int) -> Labelled:
         raise ValueError(f"`data` {rule} ({first_line(error)}).") from error
     for tensor in tensors((samples, whole)):
         check_finite("data", tensor)
-    return Labelled(samples, whole, _columns(whole, folds), chunk)
+    return Labelled(samples, whole, _columns(whole, folds))
 
 
 def _columns(labels: Tensor, folds: int) -> Tensor:
@@ -459,7 +323,7 @@ class ObservedNetwork:
         self,
         samples: Labelled,
         layers: Sequence[str] | None,
-        max_features: int | None,
+        max_features: int,
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return pooled features of some layers, and the output of the source head.
 
@@ -482,8 +346,6 @@ class ObservedNetwork:
         if layers is None:
             found_once = [name for name in self.modules if name in self.seen]
             layers = [name for name in found_once if not any(self.modules[name].children())]
-        if isinstance(layers, str):
-            layers = [layers]
         for name in layers:
             if name not in self.seen:
                 raise ValueError(
@@ -507,18 +369,15 @@ class ObservedNetwork:
             found[name][place] = values
 
         with self._watched({*layers}, keep):
-            for begin in range(0, n, samples.chunk):
-                place = slice(begin, begin + samples.chunk)
+            for begin in range(0, n, CHUNK):
+                place = slice(begin, begin + CHUNK)
                 inputs = take(samples.inputs, itemgetter(place))
                 output = self.run(self.model, inputs)
                 if self.head is not None and output.ndim == 2:
                     logits.append(output.double().cpu())
+        for name in layers:
+            check_finite(f"features of {name}", found[name])
         features = {name: found[name] for name in layers}
-        for name, values in features.items():
-            if count := int((~values.isfinite()).sum()):
-                raise ValueError(
-                    f"`model` must have finite features, got {count} values that are not in layer {name!r}."
-                )
         return features, torch.cat(logits) if logits else None
 
     def spread_layers(self, number: int) -> list[str]:
@@ -532,12 +391,12 @@ class ObservedNetwork:
         usable: dict[str, Tensor] = {}
         begun = False  # what runs before the first weights shows the inputs, not the network
         for name, output in self.seen.items():
-            begun = begun or _weights(self.modules[name]) > 0
+            begun = begun or self._weights(name) > 0
             values = first_tensor(output)
             block = isinstance(output, Tensor | tuple)  # not a whole model
             if name and begun and block and values.ndim > 1 and values is not self.end:
                 usable[name] = values
-        opened = self._opened(usable, number)
+        opened = self._opened([*usable], number)
         finished = [name for name in usable if name in opened]
         # Of modules that hand on one output, the last.
         last = {usable[name].data_ptr(): name for name in finished}
@@ -549,25 +408,27 @@ class ObservedNetwork:
         number = min(number, len(names))
         return names[-1:] if number == 1 else [names[i] for i in spread(len(names), number)]
 
-    def _opened(self, usable: Mapping[str, Tensor], number: int) -> list[str]:
+    def _opened(self, usable: Sequence[str], number: int) -> list[str]:
         """Open modules from the top until ``number`` usable ones are found, or all are open."""
-        parents = {name.rpartition(".")[0] for name in self.modules}
-
-        def inside(prefix: str) -> list[str]:
-            """The outermost usable ones in a module: a list of blocks is opened, or a model within the model."""
-            names = [name for name in self.modules if name in usable and name.startswith(prefix)]
-            nested = tuple(f"{name}." for name in names)
-            return [name for name in names if not name.startswith(nested)]
-
-        opened = inside("")
+        opened = _outermost(usable)
         while len(opened) < number:
-            closed = [name for name in opened if name in parents]
-            if not closed:
+            inside = {}
+            for name in opened:
+                inside[name] = _outermost([one for one in usable if one.startswith(f"{name}.")])
+            largest = max(filter(inside.get, opened), key=self._weights, default=None)
+            if largest is None:
                 break
-            largest = max(closed, key=lambda name: _weights(self.modules[name]))
-            at = opened.index(largest)
-            opened[at : at + 1] = inside(f"{largest}.")
+            opened = [name for name in opened if name != largest] + inside[largest]
         return opened
+
+    def _weights(self, name: str) -> int:
+        return sum(p.numel() for p in self.modules[name].parameters())
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    """Names of modules that are in no other of them; a list of blocks, which never runs, hides none."""
+    nested = tuple(f"{name}." for name in names)
+    return [name for name in names if not name.startswith(nested)]
 
 
 def _way_to_call(model: nn.Module, few: Any) -> Forward:
@@ -575,18 +436,12 @@ def _way_to_call(model: nn.Module, few: Any) -> Forward:
     try:
         return call_on(model, moved(few, device_of(model)))
     except NoLogitsError:
-        if isinstance(few, Mapping):
-            return lambda model, inputs: model(**inputs)
-        return lambda model, inputs: model(*inputs)
+        return Call(how="named" if isinstance(few, Mapping) else "spread")
 
 
 def device_of(model: nn.Module) -> torch.device:
     """Return where the weights of a network are."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def _weights(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def first_tensor(output: Any) -> Any:

@@ -1,10 +1,10 @@
 """Which pretrained network to start from: read-outs of frozen features, compared on the labels at hand."""
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +17,7 @@ from lightning_taskinfo._nested import take
 from lightning_taskinfo._progress import counted, shown
 from lightning_taskinfo._random import own_randomness, seed_from
 from lightning_taskinfo._ranges import check_counts, check_positive
+from lightning_taskinfo._warn import warn
 from lightning_taskinfo.functional.features import transfer_onset
 from lightning_taskinfo.functional.intervals import (
     normal_quantile,
@@ -25,17 +26,13 @@ from lightning_taskinfo.functional.intervals import (
     wilson_interval,
 )
 from lightning_taskinfo.functional.readout import (
-    ReadOut,
+    HeldOut,
+    cross_validated,
     held_out_readout,
     sharpened_brier,
     stratified_folds,
 )
-from lightning_taskinfo.functional.transferability import (
-    h_score,
-    leep,
-    logme,
-    nce,
-)
+from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
 from lightning_taskinfo.transfer.overlap import (
     MAX_FEATURES,
     Data,
@@ -43,12 +40,13 @@ from lightning_taskinfo.transfer.overlap import (
     ObservedNetwork,
     device_of,
     fitted_curve,
+    is_far,
     read_labelled,
 )
 from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, StartRanking
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
-Layers: TypeAlias = int | Sequence[str] | Mapping[str, Sequence[str]]
+LEAST = 1e-4  # smaller probabilities count as this one: no single sample decides a mean log-loss
 MODELS = (  # the rule of `models`
     "`models` must be a dict of names to networks, or to functions that make or load one, such as "
     '{"mine": lambda: Net.load_from_checkpoint(path)}'
@@ -63,8 +61,6 @@ class FineTuning:
         steps: Optimizer steps.
         learning_rate: Its largest value.
         batch_size: Samples of a step.
-        scratch_only: Whether only the untrained start is trained, and frozen features of the others
-            are compared with it.
         scratch_repeats: How often the untrained start is cross-validated, with other folds, heads
             and batches, and with other weights where it is given as a function that draws them. Its
             losses are averaged: it has a part in every comparison.
@@ -74,7 +70,6 @@ class FineTuning:
     steps: int = 100
     learning_rate: float = 1e-3
     batch_size: int = 32
-    scratch_only: bool = False
     scratch_repeats: int = 3
     seed: int = 0
 
@@ -87,35 +82,29 @@ class FineTuning:
         check_positive(learning_rate=self.learning_rate)
 
 
-class Losses(NamedTuple):
-    """What one way of predicting held-out labels gets wrong.
+class Measured(NamedTuple):
+    """One start with its held-out losses.
 
     Attributes:
-        squares: Squared errors of the samples, shape ``[N]``: of real labels over that of the mean
-            label; of fine-tuned classes, Brier scores.
-        errors: Whether the class is another, shape ``[N]``; of real labels, the squared errors.
-        sharpened: Brier scores at the temperature that suits the scores of the classes best, shape
-            ``[N]``; of real labels, the squared errors.
+        start: What is told of it.
+        losses: That order and are compared, shape ``[N]``: of fine-tuning, log-losses, or squared
+            errors of real labels; where nothing is fine-tuned, squared errors of the read-out of
+            the last layer.
+        frozen: Of that read-out, Brier scores at the best temperature; squared errors of real labels.
+        tuned: The same of fine-tuning; ``None`` without it.
     """
 
-    squares: Tensor
-    errors: Tensor
-    sharpened: Tensor
-
-
-class Measured(NamedTuple):
-    """One start with its losses: of the read-out of its last layer, and of fine-tuning where it was fine-tuned."""
-
     start: RankedStart
-    frozen: Losses
-    tuned: Losses | None
+    losses: Tensor
+    frozen: Tensor
+    tuned: Tensor | None
 
 
 def rank_starts(
     models: Mapping[str, Model],
     data: Data,
     *,
-    layers: Layers = 5,
+    layers: int | Sequence[str] = 5,
     scratch: str | None = None,
     curve: Mapping[int, float] | None = None,
     fine_tune: FineTuning | None = None,
@@ -144,14 +133,12 @@ def rank_starts(
             labels in its field ``labels``, ``label``, ``targets``, ``target`` or ``y``. Classes, or
             real values.
         layers: Which layers to read: a number of them, spread over the depth of each network up to
-            the last one before its head; names of modules; or names by start.
-        scratch: Name of the start with untrained weights, which the gains of the others are
-            measured from. Whether they help or hurt is said only beside ``fine_tune`` or ``curve``:
-            read-outs of trained and untrained features cannot tell.
+            the last one before its head; or names of modules.
+        scratch: Name of the start with untrained weights. Whether the others help or hurt is said
+            only beside ``fine_tune``: read-outs of trained and untrained features cannot tell.
         curve: Test errors of training from scratch by number of labels, two or more (of real
             labels: the share of their variance that is missed). It gives the number of labels above
-            which scratch is predicted to win over a read-out of the frozen start, and whether
-            frozen features help or hurt at the labels at hand.
+            which scratch is predicted to win over a read-out of the frozen start.
         fine_tune: Also fine-tune every start on the labels, cross-validated, and order by that:
             seconds to minutes each, and the honest rival of everything else here. Beside
             ``scratch``, fine-tuning from each start and its frozen features are said to help or to
@@ -191,16 +178,13 @@ def rank_starts(
             raise TypeError(f"{MODELS}, got {type(model).__name__} for {name!r}.")
     if scratch is not None and scratch not in models:
         raise ValueError(f"`scratch` must name one of the starts {list(models)}, got {scratch!r}.")
-    if fine_tune is not None and fine_tune.scratch_only and scratch is None:
-        raise ValueError("`scratch` must name a start beside `scratch_only`, got None.")
     if not 0.5 < confidence < 1:
         raise ValueError(f"`confidence` must be between 0.5 and 1, got {confidence}.")
-    samples = read_labelled(data, batch_fn, folds)
-    law = None if curve is None else fitted_curve(curve)
     ruler = _Ruler(
-        samples,
+        read_labelled(data, batch_fn, folds),
         layers,
         scratch,
+        None if curve is None else fitted_curve(curve),
         fine_tune,
         folds,
         confidence,
@@ -210,7 +194,14 @@ def rank_starts(
     with shown(progress, "rank", len(models)) as tell:
         names = counted(models, len(models), tell, "starts")
         found = {name: ruler.measure(name, models[name]) for name in names}
-    return ruler.compared(found, law)
+    ranking = ruler.compared(found)
+    onset = ranking.best.onset
+    if curve and onset and is_far(onset[1], [*curve]):
+        warn(
+            f"`curve` was measured at {min(curve):g} to {max(curve):g} labels, far from {onset[1]:.2g}, where it is "
+            "predicted to cross: measure it nearer to that before you rely on it."
+        )
+    return ranking
 
 
 def _opened(model: Model, name: str) -> nn.Module:
@@ -234,8 +225,9 @@ class _Ruler:
     """What all starts are measured with."""
 
     samples: Labelled
-    layers: Layers
+    layers: int | Sequence[str]
     scratch: str | None
+    law: tuple[Tensor, Tensor] | None
     fine_tune: FineTuning | None
     folds: int
     confidence: float
@@ -251,21 +243,21 @@ class _Ruler:
         """Read all layers of one start, and fine-tune it where that is asked for."""
         model = _opened(given, name)
         begin = time.perf_counter()
-        samples = self.samples
-        network = ObservedNetwork(model, samples.inputs, self.forward_fn)
-        layers = self._layers_of(name, network)
-        features, logits = network.read(samples, layers, self.max_features)
-        fold = stratified_folds(samples.labels, self.folds)
-        rows = []
-        errors = {}
+        network = ObservedNetwork(model, self.samples.inputs, self.forward_fn)
+        layers = self.layers
+        if isinstance(layers, int):
+            check_counts(layers=layers)
+            layers = network.spread_layers(layers)
+        features, logits = network.read(self.samples, layers, self.max_features)
+        fold = stratified_folds(self.samples.labels, self.folds)
+        found = {}
         for layer, values in features.items():
-            found = held_out_readout(values, samples.columns, fold)
-            rows.append(self._row(layer, found))
-            errors[layer] = found.squares if self.real else found.wrong
+            found[layer] = held_out_readout(values, self.samples.columns, fold)
+        rows = [self._row(layer, one) for layer, one in found.items()]
         best = min(rows, key=lambda row: (row.error, row.missed))
-        as_good = []  # layers whose read-out is not seen to be worse than the best one
-        for layer, error in errors.items():
-            behind = paired_interval(error, errors[best.name], self.confidence)
+        as_good = []  # layers whose read-out is not seen to miss more than the best one
+        for layer, one in found.items():
+            behind = paired_interval(one.squares, found[best.name].squares, self.confidence)
             if behind[0] <= 0:
                 as_good.append(layer)
         last = rows[-1]
@@ -278,44 +270,22 @@ class _Ruler:
             interval=best.interval,
             missed=last.missed,
             **self._scores(features[last.name], logits),
-            parameters=sum(p.numel() for p in model.parameters()),
             seconds=time.perf_counter() - begin,
         )
-        frozen = self._losses(found.predicted, found.squares)
-        how = self.fine_tune
-        if how is None or (how.scratch_only and name != self.scratch):
-            return Measured(start, frozen, None)
+        readout = found[last.name]
+        measured = Measured(start, readout.squares, self._sharpened(readout), None)
+        if self.fine_tune is None:
+            return measured
         if logits is None:
             raise ValueError(
                 "`fine_tune` needs starts that end in an nn.Linear, their head, which is made anew, with one row of "
                 "scores for each sample; got one that ends in something else."
             )
-        every = [self._tuned_losses(network, model, how, fold)]
-        repeats = how.scratch_repeats if name == self.scratch else 1
-        # Again with other folds, heads, batches and, of a function, weights.
-        for repeat in range(1, repeats):
-            again = replace(how, seed=seed_from(how.seed, repeat))
-            with own_randomness(again.seed):
-                model = _opened(given, name)
-            generator = Generator().manual_seed(again.seed)
-            fold = stratified_folds(samples.labels, self.folds, generator)
-            every.append(self._tuned_losses(network, model, again, fold))
-        tuned = Losses(*(torch.stack(same).mean(0) for same in zip(*every, strict=True)))
-        start = replace(start, fine_tuned=tuned.errors.mean().item())
-        return Measured(start, frozen, tuned)
+        losses, errors, tuned = self._tuned(self.fine_tune, network, name, given)
+        start = replace(start, fine_tuned=errors.mean().item())
+        return measured._replace(start=start, losses=losses, tuned=tuned)
 
-    def _layers_of(self, name: str, network: ObservedNetwork) -> Sequence[str]:
-        layers = self.layers
-        if isinstance(layers, int):
-            check_counts(layers=layers)
-            return network.spread_layers(layers)
-        if not isinstance(layers, Mapping):
-            return layers
-        if name not in layers:
-            raise ValueError(f"`layers` must name layers of every start, got none for {name!r}.")
-        return layers[name]
-
-    def _row(self, layer: str, found: ReadOut) -> LayerReadout:
+    def _row(self, layer: str, found: HeldOut) -> LayerReadout:
         error = missed = found.missed.item()
         reach = normal_quantile(self.confidence) * found.standard_error.item()
         interval = max(0.0, missed - reach), missed + reach
@@ -336,112 +306,100 @@ class _Ruler:
                 found["nce"] = nce(source.argmax(1), labels)
         return {name: score.item() for name, score in found.items()}
 
-    def _losses(self, predicted: Tensor, squares: Tensor) -> Losses:
+    def _sharpened(self, found: HeldOut) -> Tensor:
         if self.real:
-            return Losses(squares, squares, squares)
-        columns = self.samples.columns
-        wrong = predicted.argmax(1) != columns.argmax(1)
-        return Losses(squares, wrong.double(), sharpened_brier(predicted, columns))
+            return found.squares
+        return sharpened_brier(found.predicted, self.samples.columns)
 
-    def compared(
-        self,
-        found: Mapping[str, Measured],
-        law: tuple[Tensor, Tensor] | None,
-    ) -> StartRanking:
+    def compared(self, found: Mapping[str, Measured]) -> StartRanking:
         """Order the starts, and say which of them can be told apart, and whether they win over scratch.
 
-        Brier scores of fine-tuning are compared, which vary less beside their difference than errors
-        do. Columns of a read-out are no probabilities: it and scratch are compared at the best
-        temperature of each.
+        Columns of a read-out are no probabilities: it and scratch are compared by Brier scores at
+        the best temperature of each.
         """
-        scratch, confidence = self.scratch, self.confidence
+        confidence = self.confidence
         starts = [one.start for one in found.values()]
         by_error = sorted(starts, key=lambda start: start.missed)
-        by_logme = sorted(starts, key=lambda start: (math.isnan(start.logme), -start.logme))
+        by_logme = sorted(starts, key=lambda start: -start.logme)
         ordered = sorted(by_error, key=lambda s: by_error.index(s) + by_logme.index(s))
-        losses = {name: one.frozen.squares for name, one in found.items()}
-        tuned = {name: one.tuned.squares for name, one in found.items() if one.tuned is not None}
-        if len(tuned) == len(found):
-            losses = tuned
-            ordered = sorted(starts, key=lambda start: losses[start.name].mean().item())
-        n = len(self.samples.labels)
-        first = losses[ordered[0].name]
+        if self.fine_tune is not None:
+            ordered = sorted(starts, key=lambda start: found[start.name].losses.mean().item())
+        first = found[ordered[0].name].losses
+        scratch = found.get(self.scratch or "")
         compared = []
         for start in ordered:
-            mine = losses[start.name]
-            known: dict[str, Any] = {"behind": paired_interval(mine, first, confidence)}
-            if law is not None:
+            _, losses, frozen, _ = found[start.name]
+            known: dict[str, Any] = {"behind": paired_interval(losses, first, confidence)}
+            if self.law is not None:
                 low, high = start.interval
                 shares = torch.tensor([high, start.error, low], dtype=torch.float64)
-                known["onset"] = tuple(transfer_onset(shares, *law).tolist())
-                least, _, most = (law[0] * n ** -law[1] - shares).tolist()
-                known["frozen_call"] = verdict_of(least, most)
-            if scratch is not None and start.name != scratch:
-                known["gain"] = paired_interval(losses[scratch], mine, confidence)
-                _, frozen, own = found[start.name]
-                rival = found[scratch].tuned
-                if rival is not None:
-                    known["frozen_call"] = call_of(rival.sharpened, frozen.sharpened, confidence)
-                if rival is not None and own is not None:
-                    known["call"] = call_of(rival.squares, own.squares, confidence)
+                known["onset"] = tuple(transfer_onset(shares, *self.law).tolist())
+            if scratch is not None and scratch.tuned is not None and start.name != self.scratch:
+                known["call"] = call_of(scratch.losses, losses, confidence)
+                known["frozen_call"] = call_of(scratch.tuned, frozen, confidence)
             compared.append(replace(start, **known))
         return StartRanking(
             starts=tuple(compared),
             tied=tuple(s.name for s in compared if s is compared[0] or s.behind[0] <= 0),
-            samples=n,
+            samples=len(first),
             classes=None if self.real else self.samples.columns.shape[1],
             confidence=confidence,
-            scratch=scratch,
-            ordered_by="fine-tuning" if losses is tuned else "read-out and LogME",
+            scratch=self.scratch,
         )
 
     # The honest rival: fine-tune on the labels at hand.
 
-    def _tuned_losses(
+    def _tuned(
         self,
-        network: ObservedNetwork,
-        model: nn.Module,
         how: FineTuning,
-        fold: Tensor,
-    ) -> Losses:
-        """Fine-tune a model of a network's kind on all folds but one, and return the losses on that one, for each."""
-        columns = self.samples.columns
-        predicted = torch.empty_like(columns)
-        baseline = columns.new_empty(len(columns))
-        for k in fold.unique():
-            held, kept = (same.nonzero().flatten() for same in (fold == k, fold != k))
-            predicted[held] = self._predicted(network, model, how, kept, held)
-            baseline[held] = (columns - columns[kept].mean(0)).square().sum(1).mean()
-        if self.real:
-            squares = (predicted - columns).square().sum(1) / baseline
-        else:
-            squares = (predicted.softmax(1) - columns).square().sum(1)
-        return self._losses(predicted, squares)
+        network: ObservedNetwork,
+        name: str,
+        given: Model,
+    ) -> Tensor:
+        """Cross-validate fine-tuning: losses that order, errors, and losses beside frozen features, ``[3, N]``."""
+        samples = self.samples
+        every = []
+        model = network.model
+        for repeat in range(how.scratch_repeats if name == self.scratch else 1):
+            if repeat:  # other folds, heads, batches and, of a function, weights
+                how = replace(how, seed=seed_from(how.seed, repeat))
+                with own_randomness(how.seed):
+                    model = _opened(given, name)
+            generator = Generator().manual_seed(how.seed)
+            fold = stratified_folds(samples.labels, self.folds, generator)
+            predict = partial(self._predicted, network, model, how)
+            found = cross_validated(samples.columns, fold, predict)
+            losses = errors = found.squares
+            if not self.real:
+                said = found.predicted.softmax(1)
+                losses = -(samples.columns * said).sum(1).clamp(min=LEAST).log()
+                errors = found.wrong
+            every.append(torch.stack([losses, errors, self._sharpened(found)]))
+        return torch.stack(every).mean(0)
 
     def _predicted(
         self,
         network: ObservedNetwork,
         model: nn.Module,
         how: FineTuning,
-        kept: Tensor,
+        known: Tensor,
         held: Tensor,
     ) -> Tensor:
         """Train a copy with a fresh head on some samples, and return what it says of others."""
         copy = deepcopy(model)
-        name = str(network.head)
-        weight: Any = copy.get_submodule(name).weight
+        head = str(network.head)
+        weight: Any = copy.get_submodule(head).weight
         columns = self.samples.columns
         loss_of = nn.functional.mse_loss if self.real else nn.functional.cross_entropy
         generator = Generator().manual_seed(how.seed)
-        order = kept[:0]
+        order = known[:0]
 
         def outputs(picked: Tensor) -> Any:
             return network.run(copy, take(self.samples.inputs, itemgetter(picked)))
 
         device = device_of(model)
         with own_randomness(how.seed, device), torch.inference_mode(False), torch.enable_grad():
-            head = nn.Linear(weight.shape[1], columns.shape[1]).to(weight)
-            copy.set_submodule(name, head)
+            copy.set_submodule(head, nn.Linear(weight.shape[1], columns.shape[1]).to(weight))
             copy.train().requires_grad_(True)
             optimizer = torch.optim.Adam(copy.parameters(), lr=how.learning_rate)
             schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -450,8 +408,8 @@ class _Ruler:
                 total_steps=max(how.steps, 2),
             )
             for _ in range(how.steps):
-                if len(order) < min(how.batch_size, len(kept)):
-                    order = kept[torch.randperm(len(kept), generator=generator)]
+                if len(order) < min(how.batch_size, len(known)):
+                    order = known[torch.randperm(len(known), generator=generator)]
                 picked, order = order[: how.batch_size], order[how.batch_size :]
                 said = outputs(picked)
                 optimizer.zero_grad()
@@ -460,4 +418,4 @@ class _Ruler:
                 schedule.step()
         copy.eval()
         with torch.no_grad():
-            return outputs(held).double().cpu()
+            return outputs(held)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo._files import StrPath, read_json, write_json
-from lightning_taskinfo._tables import html_table, text_table
+from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.transfer.overlap import shown_count
 
@@ -42,7 +42,7 @@ class RankedStart:
         name: Its name.
         layers: Read-outs in the order of depth.
         best: Layer with the smallest error.
-        freeze: Layer up to which to freeze: the deepest one that is not seen to be worse than the
+        freeze: Layer up to which to freeze: the deepest one that is not seen to miss more than the
             best.
         error: Read-out error of the best layer. It was picked among layers, so that it is a little
             too small, and early layers of untrained networks can be good: it says what freezing is
@@ -53,18 +53,15 @@ class RankedStart:
         h_score: H-score of the last layer; ``None`` for real labels.
         leep: LEEP of the source head; ``None`` without one.
         nce: NCE of the source head; ``None`` without one.
-        parameters: Number of weights.
         seconds: That reading took.
         fine_tuned: Error of cross-validated fine-tuning, where that was asked for.
         behind: How much more it misses than the first, paired: lower end, mean, upper end. With
-            fine-tuning, how much larger its Brier score is, or the squared error of real labels.
-        gain: How much less than the untrained start, in the same way.
+            fine-tuning, how much larger its log-loss is, or the squared error of real labels.
         call: ``"helps"``, ``"hurts"`` or ``"cannot tell"``: fine-tuning it, compared with training
-            the untrained start by Brier scores, or squared errors of real labels; ``None`` where
+            the untrained start by log-losses, or squared errors of real labels; ``None`` where
             they were not fine-tuned. Errors can differ less, or not at all.
         frozen_call: The same of a linear read-out of its frozen features, compared with training
-            the untrained start, each at its best temperature, or else with the learning curve of
-            scratch; ``None`` without either.
+            the untrained start by Brier scores, each at its best temperature.
         onset: Number of labels above which training from scratch is predicted to win: lower end,
             middle, upper end.
     """
@@ -80,18 +77,16 @@ class RankedStart:
     h_score: float | None = None
     leep: float | None = None
     nce: float | None = None
-    parameters: int
     seconds: float
     fine_tuned: float | None = None
     behind: MeanInterval = (0.0, 0.0, 0.0)
-    gain: MeanInterval | None = None
     call: str | None = None
     frozen_call: str | None = None
     onset: MeanInterval | None = None
 
 
 @dataclass(frozen=True)
-class StartRanking:
+class StartRanking(Tabled):
     """Starts in the order in which to try them.
 
     Attributes:
@@ -101,7 +96,6 @@ class StartRanking:
         classes: Number of classes; ``None`` for real labels.
         confidence: Of all intervals.
         scratch: Name of the untrained start, if there is one.
-        ordered_by: ``"read-out and LogME"`` or ``"fine-tuning"``.
     """
 
     starts: tuple[RankedStart, ...]
@@ -110,7 +104,6 @@ class StartRanking:
     classes: int | None
     confidence: float
     scratch: str | None = None
-    ordered_by: str = "read-out and LogME"
 
     @property
     def best(self) -> RankedStart:
@@ -121,100 +114,59 @@ class StartRanking:
         """Return the start of a name."""
         return {start.name: start for start in self.starts}[name]
 
-    def advice(self) -> str:
-        """Return one sentence on what to do."""
+    def reading(self) -> str:
+        """Return one sentence of advice."""
         best = self.best
         others = ", ".join(self.tied[1:])
         said = [f"Start from {best.name}, frozen up to {best.freeze} if at all"]
-        if len(self.starts) == 1:
-            said = [f"Freeze {best.name} up to {best.freeze}"]
-        elif others:
+        if others:
             rule = "try them, or get more labels"
             said = [f"{self.samples} labels cannot tell {best.name} from {others}: {rule}"]
         if self.scratch == best.name:
             said.append("no other start is ahead of the untrained one")
         for what, call in (("fine-tuning", best.call), ("freezing", best.frozen_call)):
-            if call == "cannot tell":
-                said.append(f"whether {what} it helps over scratch cannot be told")
-            elif call is not None:
-                said.append(f"{what} it {call} over scratch")
-        if best.onset is not None and math.isfinite(best.onset[1]):
-            wins = "labels on, scratch is predicted to win over frozen features"
-            said.append(f"from about {shown_count(best.onset[1])} {wins}")
+            if call is not None:
+                said.append(f"{what} it, over scratch: {call}")
         return f"{'; '.join(said)}."
 
-    def legend(self) -> str:
-        """Return what the columns mean, which direction is good, and what orders the starts."""
-        order = "The order is the mean of the ranks by missed and LogME."
-        if self.ordered_by == "fine-tuning":
-            order = (
-                "The order is by the Brier score after fine-tuning; fine-tuned is the error then."
-            )
-        what = "share of wrong classes" if self.classes is not None else "share missed"
+    def _remarks(self) -> list[str]:
+        """What the columns mean, which direction is good, and what orders the starts."""
+        real = self.classes is None
+        what = "real labels" if real else f"labels of {self.classes} classes"
+        compared = "squared error" if real else "log-loss"
+        order = "the mean of the ranks by missed and LogME"
+        if self.best.fine_tuned is not None:
+            order = f"the {compared} after fine-tuning; fine-tuned is the error then"
         lines = [
+            f"{self.samples} {what}, {self.confidence:.0%} intervals. = cannot be told apart from the first. The order "
+            f"is by {order}.",
             "Of the last layer: missed, the share of the labels' variance that a linear read-out misses (lower is "
-            "better); LogME, the evidence for the labels (higher is better).",
-            f"{order} error: {what} by a read-out of the best layer, which layer names (lower is better). Freeze up "
-            "to: the deepest layer that is not seen to be worse.",
+            "better); LogME, the evidence for the labels; H-score, how far features separate the classes (higher).",
+            f"error: {'share missed' if real else 'share of wrong classes'} by a read-out of the best layer, which "
+            "layer names. Freeze up to: the deepest layer that is not seen to be worse. LEEP, NCE: how well the "
+            "outputs of the source's own head predict the labels (higher is better).",
         ]
-        if any(start.h_score is not None for start in self.starts):
+        if any(start.call for start in self.starts):
             lines.append(
-                "H-score: how far the last layer's features separate the classes. LEEP, NCE: how well the outputs of "
-                "the source's own head predict the labels. Higher is better."
+                f"Tuned: whether fine-tuning the start beats training from scratch by its {compared}; errors mostly "
+                "follow. Frozen: whether a head on its frozen features does, at the best temperature of each. At "
+                f"{self.confidence:.0%} one-sided confidence."
             )
-        if any(start.call or start.frozen_call for start in self.starts):
-            lines.append(
-                "Tuned, frozen: whether fine-tuning the start, or a head on its frozen features, beats training from "
-                f"scratch by its {self._called_by()}, at {self.confidence:.0%} one-sided confidence."
-            )
-        return "\n".join(lines)
-
-    def _called_by(self) -> str:
-        """What calls compare: errors with a learning curve, or losses where scratch was trained."""
-        if self.scratch is None or self[self.scratch].fine_tuned is None:
-            return "error"
-        if self.classes is None:
-            return "squared error"
-        return "Brier score (probabilities can improve where errors do not)"
+        return lines
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
-        """Return names of columns and one row for each start, numbers as numbers."""
-        rows = []
-        for start in self.starts:
-            row = dict(vars(start))
-            del row["layers"]
-            row["error_low"], row["error_high"] = row.pop("interval")
-            for name in ("behind", "gain", "onset"):
-                ends = row[name] or (None, None, None)
-                row[f"{name}_low"], row[name], row[f"{name}_high"] = ends
-            rows.append(row)
-        return list(rows[0]), [list(row.values()) for row in rows]
+        """Return names of columns and one row for each start, numbers as numbers; only columns with values."""
+        rows = [_columns(start) for start in self.starts]
+        titles = [title for title in rows[0] if any(row[title] is not None for row in rows)]
+        return titles, [[row[title] for title in titles] for row in rows]
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        """Columns and cells as they are shown; what nobody asked for has no column."""
-        titles = []
-        for title, attribute in SHOWN.items():
-            if any(getattr(start, attribute) is not None for start in self.starts):
-                titles.append(title)
-        rows = []
-        for start in self.starts:
-            cells = [_cell(start, SHOWN[title]) for title in titles]
-            if len(self.tied) > 1 and start.name in self.tied:
-                cells[0] = f"= {start.name}"
-            rows.append(cells)
-        return titles, rows
-
-    def __str__(self) -> str:
-        what = "real labels" if self.classes is None else f"labels of {self.classes} classes"
-        title = (
-            f"Starts by {self.ordered_by}, {self.samples} {what}, {self.confidence:.0%} intervals"
-        )
-        if len(self.tied) > 1:
-            title += "; = cannot be told apart from the first"
-        return f"{title}\n{text_table(*self._cells())}\n{self.legend()}\n{self.advice()}"
-
-    def _repr_html_(self) -> str:
-        return html_table(*self._cells(), f"{self.legend()} {self.advice()}")
+    def _cells(self) -> Cells:
+        titles, rows = self.table()
+        cells = [[_shown(value) for value in row] for row in rows]
+        for row in cells:
+            if len(self.tied) > 1 and row[0] in self.tied:
+                row[0] = f"= {row[0]}"
+        return titles, cells
 
     def save(self, path: StrPath) -> None:
         """Write everything to a JSON file; an onset that is never reached is ``null`` there.
@@ -246,7 +198,7 @@ class StartRanking:
             raise ValueError(f"{path}: not a ranking of starts.") from error
 
     def plot(self, ax: "Axes | None" = None) -> "Drawn":
-        """Draw the read-out error of each layer of each start, its best layer with the interval.
+        """Draw the read-out error of the best layer of each start, with its interval.
 
         Args:
             ax: Draw here instead of in a new figure.
@@ -259,59 +211,46 @@ class StartRanking:
         names = [start.name for start in self.starts]
         low, high = zip(*(start.interval for start in self.starts), strict=True)
         errors = [start.error for start in self.starts]
-        what = "error of a linear read-out"
-        if self.classes is None:
-            what = "share of the labels' variance missed"
-        what += f", held out, {self.samples} labels"
-        figure, ax = plot_intervals(names, low, errors, high, xlabel=what, ax=ax)
-        for row, start in enumerate(self.starts):
-            for layer in start.layers:
-                ax.plot([layer.error], [row], ".", color="C0", alpha=0.4)
-            if start.fine_tuned is not None:
-                ax.plot([start.fine_tuned], [row], "x", color="black")
-        return figure, ax
+        what = f"held-out error of a linear read-out, {self.samples} labels"
+        return plot_intervals(names, low, errors, high, xlabel=what, ax=ax)
 
-    def log(self, run: Any, *, key: str = "rank_starts") -> None:
+    def log(self, run: Any) -> None:
         """Log the figure as an image, the table, and the errors as scalars to a W&B run.
 
         Args:
             run: What ``wandb.init()`` returned, or a WandbLogger's ``experiment``.
-            key: What stands before the names, behind ``taskinfo/``.
         """
         scalars = {f"error/{start.name}": start.error for start in self.starts}
         figures, tables = {"figure": self.plot()[0]}, {"table": self.table()}
-        log_once(run, key, scalars=scalars, figures=figures, tables=tables)
+        log_once(run, "rank_starts", scalars=scalars, figures=figures, tables=tables)
 
 
-SHOWN = {  # columns of the table, and what they show of a start
-    "start": "name",
-    "fine-tuned": "fine_tuned",
-    "tuned": "call",
-    "frozen": "frozen_call",
-    "scratch wins from": "onset",
-    "missed": "missed",
-    "LogME": "logme",
-    "error": "error",
-    "layer": "best",
-    "freeze up to": "freeze",
-    "H-score": "h_score",
-    "LEEP": "leep",
-    "NCE": "nce",
-    "seconds": "seconds",
-}
+def _columns(start: RankedStart) -> dict[str, Any]:
+    """Columns of the table."""
+    low, high = start.interval
+    return {
+        "start": start.name,
+        "fine-tuned": start.fine_tuned,
+        "tuned": start.call,
+        "frozen": start.frozen_call,
+        "scratch wins from": None if start.onset is None else shown_count(start.onset[1]),
+        "missed": start.missed,
+        "LogME": start.logme,
+        "error": start.error,
+        "low": low,
+        "high": high,
+        "layer": start.best,
+        "freeze up to": start.freeze,
+        "H-score": start.h_score,
+        "LEEP": start.leep,
+        "NCE": start.nce,
+        "seconds": start.seconds,
+    }
 
 
-def _cell(start: RankedStart, attribute: str) -> str:
-    value = getattr(start, attribute)
+def _shown(value: Any) -> str:
     if value is None:
         return "–"
-    if attribute == "onset":
-        return shown_count(value[1])
-    if attribute == "error":
-        low, high = start.interval
-        return f"{value:.3f} [{low:.3f}, {high:.3f}]"
-    if attribute == "seconds":
-        return f"{value:.1f}"
     return value if isinstance(value, str) else f"{value:.3f}"
 
 

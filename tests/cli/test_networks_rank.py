@@ -46,9 +46,9 @@ def test_prints_writes_and_draws(folder, capsys):
     assert ranking["good"].missed < ranking["broken"].missed
     assert ranking["good"].call is not None
     assert ranking["good"].onset is not None
-    assert ranking.ordered_by == "fine-tuning"
+    assert ranking.best.fine_tuned is not None
     assert (folder / "ranking.png").read_bytes().startswith(b"\x89PNG")
-    assert ranking.advice() in capsys.readouterr().out
+    assert ranking.reading() in capsys.readouterr().out
 
 
 def test_without_scratch(folder):

@@ -34,12 +34,9 @@ def test_paired_interval_of_real_losses_is_students():
         assert 0.5 * (low + high) == pytest.approx(mean)
 
 
-def test_equal_losses_have_an_interval_around_zero():
+def test_equal_losses_differ_by_zero():
     same = torch.tensor([0.0, 1.0] * 10)
-    low, mean, high = paired_interval(same, same)
-    assert mean == 0
-    assert low < 0 < high
-    assert -low == pytest.approx(high)
+    assert paired_interval(same, same) == (0, 0, 0)
 
 
 def test_ends_change_sides_with_the_order():
@@ -48,7 +45,7 @@ def test_ends_change_sides_with_the_order():
     assert paired_interval(b, a) == pytest.approx((-high, -mean, -low))
 
 
-@pytest.mark.parametrize("n", [20, 100])
+@pytest.mark.parametrize("n", [40, 100])
 def test_paired_interval_of_errors_covers(n):
     """2,000 pairs of dependent errors with a true difference of 0.1."""
     generator = torch.Generator().manual_seed(0)
