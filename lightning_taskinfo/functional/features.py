@@ -10,7 +10,7 @@ features, so it starts to hurt where a network trained from scratch gets below t
 
 from torch import Tensor
 
-from lightning_taskinfo._ranges import check_values, checked_tensors
+from lightning_taskinfo._ranges import check_values
 
 
 def fit_power_law(
@@ -70,6 +70,5 @@ def transfer_onset(
         >>> transfer_onset(tensor([0.0, 0.5]), 8.0, 0.5)
         tensor([ inf, 256.])
     """
-    law = {"amplitude": amplitude, "exponent": exponent}
-    amplitude, exponent = checked_tensors(dict.fromkeys(law, "positive"), outside.dtype, **law)
+    check_values("positive", amplitude=amplitude, exponent=exponent)
     return (amplitude / outside).pow(1 / exponent)
