@@ -34,11 +34,10 @@ from lightning_taskinfo.data import load_dataset
 
 DELTA_DRAWS = DELTA_NETWORK = 0.01  # each shared by the structures of a run
 STRUCTURES = ("isotropic", "diagonal", "neuron", "kron")
-SHARES = 5  # of these probabilities: stored rows have a fifth structure, the matrix of a layer's inputs alone
 CONFIDENCE = 1 - 0.04 - DELTA_DRAWS
 NOTE = (
     f"The certificates of one run, structure by structure, hold together with confidence {CONFIDENCE:g}: each "
-    f"Monte-Carlo interval fails with probability {DELTA_DRAWS / SHARES:g}, and the theorem holds for all "
+    f"Monte-Carlo interval fails with probability {DELTA_DRAWS / len(STRUCTURES):g}, and the theorem holds for all "
     f"post-distributions at once. So do the bounds for the network itself, with another {DELTA_NETWORK:g} shared by "
     "the structures in place of the first. Where there is none (—), the row is from before there were such bounds. "
     "Bounds are rounded up."
@@ -126,8 +125,8 @@ def measure(
         structure=structure,
         draws=draws,
         unlabelled=test[0],
-        delta_draws=DELTA_DRAWS / SHARES,
-        delta_network=DELTA_NETWORK / SHARES,
+        delta_draws=DELTA_DRAWS / len(STRUCTURES),
+        delta_network=DELTA_NETWORK / len(STRUCTURES),
         progress=False,
     )
     seconds = time.perf_counter() - start
