@@ -84,7 +84,7 @@ CALLS = {  # what is called, how the warning begins, and what stands in the line
         "The gradi",
         " local_minimum_summary(",
     ),
-    "data": (classes_left_out, "`y_train` and `y_test` of 'some' have", "    load_npz("),
+    "data": (classes_left_out, "`y_train` of 'some' has no training", "    load_npz("),
 }
 
 

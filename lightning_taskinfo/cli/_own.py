@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_taskinfo._files import atomic_write, read_checkpoint
 from lightning_taskinfo._lightning import NAMESPACES
@@ -94,7 +94,7 @@ def read_part(data: Data, part: Part) -> DataLoader[Any]:
     """Return the loader of a part of the data.
 
     Args:
-        data: A data module; or a name, an npz file or an idx folder, whose images lie in [0, 1] and
+        data: A data module; or a name or an npz file, whose images lie in [0, 1] and
             whose targets are the labels of the file.
         part: Which part.
 
@@ -105,11 +105,7 @@ def read_part(data: Data, part: Part) -> DataLoader[Any]:
         return _loader(data, part)
     if part not in ("train", "test"):
         raise ValueError(f"`data` must be a data module to have a part {part!r}, got {data!r}.")
-    task = load_task(data)
-    images, targets = getattr(task, part)().tensors
-    if task.labels is not None:  # a network's outputs belong to the labels of the file
-        targets = torch.tensor(task.labels)[targets]
-    return DataLoader(TensorDataset(images, targets), batch_size=256)
+    return DataLoader(getattr(load_task(data), part)(), batch_size=256)
 
 
 def has_part(data: Any, part: Part) -> bool:

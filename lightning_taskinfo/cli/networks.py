@@ -71,7 +71,7 @@ def certify(
             ``torch.save``. Of a larger module's checkpoint, the part that fits the network is
             taken.
         data: Import path of your LightningDataModule, whose arguments follow,
-            ``--data.batch_size 32``; or ``digits``, ``letters``, an npz file or an idx folder,
+            ``--data.batch_size 32``; or ``digits``, ``letters``, or an npz file,
             whose images the network gets as they are, in [0, 1].
         part: Which part of the data to certify on.
         unlabelled: Part of the data whose inputs are fresh, for a bound on the network itself:
@@ -202,7 +202,7 @@ def rank(
             dict saved by ``torch.save``. Of a larger module's checkpoint, the part that fits the
             network is taken.
         data: The target: import path of your LightningDataModule, whose arguments follow,
-            ``--data.batch_size 32``; or ``digits``, ``letters``, an npz file or an idx folder,
+            ``--data.batch_size 32``; or ``digits``, ``letters``, or an npz file,
             alone or with a variant behind a colon, whose images the network gets as they are, in
             [0, 1].
         labels: How many labels there are, drawn from the training samples; 200 where not given, or
@@ -283,7 +283,7 @@ def transfer(
 
     Args:
         data: With ``starts``: import path of your LightningDataModule, whose arguments follow,
-            ``--data.batch_size 32``; or ``digits``, ``letters``, an npz file or an idx folder.
+            ``--data.batch_size 32``; or ``digits``, ``letters``, or an npz file.
             Without: source and target with → or -> between them, each such a name or path; or
             ``lightning_taskinfo.transfer.TransferDataModule`` and its arguments.
         model: With ``starts``: import path of your LightningModule, such as ``my_package.Net``; its

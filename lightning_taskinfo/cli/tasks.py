@@ -69,7 +69,7 @@ def complexity(
     """Trace the structure function of tasks: how much loss a nat in the weights of a network buys.
 
     Args:
-        tasks: What to measure: digits, letters, an npz file or a folder of idx files, several with
+        tasks: What to measure: digits, letters, an npz file, several with
             + in between; and behind colons even-odd, small-large, inverted, random-labels,
             one-<class> or only-<class>-<class>…. Or data modules of your own, by name:
             ``{a: {class_path: my_package.Data, init_args: {…}}}``. Digits with true and with random
@@ -134,7 +134,7 @@ def distance(
     """Measure the distance from each task to each other: what a network must learn in addition, in nats.
 
     Args:
-        tasks: What to compare: digits, letters, an npz file or a folder of idx files, several with
+        tasks: What to compare: digits, letters, an npz file, several with
             + in between; and behind colons even-odd, small-large, inverted, random-labels,
             one-<class> or only-<class>-<class>…. Or data modules of your own, by name:
             ``{a: {class_path: my_package.Data, init_args: {…}}}``. Five tasks of digits and letters
@@ -194,7 +194,7 @@ def embed(
     """Embed tasks by the Fisher information of a network, draw them on a map, and name the nearest source of each.
 
     Args:
-        tasks: Names of embedded data (digits, letters), npz files or idx folders, each alone or
+        tasks: Names of embedded data (digits, letters), npz files, each alone or
             with a variant behind a
             colon: even-odd, small-large, inverted, random-labels, a choice of classes like
             only-0-1-7, or one class like one-3. Or data modules of your own, by name:

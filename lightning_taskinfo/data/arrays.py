@@ -1,11 +1,7 @@
-"""Labelled images, split once and checked once: in memory, in npz and idx files, and those of torchvision."""
+"""Labelled images, split once and checked once: in memory, and in npz files."""
 
-import gzip
-import inspect
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,13 +19,7 @@ Labels: TypeAlias = NDArray[np.int64]
 
 # Of images whose channels may be at the end: grey, colour, colour with opacity.
 CHANNELS = (1, 3, 4)
-IDX = {
-    "x_train": "train-images-idx3-ubyte",
-    "y_train": "train-labels-idx1-ubyte",
-    "x_test": "t10k-images-idx3-ubyte",
-    "y_test": "t10k-labels-idx1-ubyte",
-}
-KEYS = tuple(IDX)
+KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
 def channels_last(shape: Sequence[int]) -> bool:
@@ -106,7 +96,6 @@ class ArrayData:
         y_test: Their classes, shape ``[M]``.
         name: What to call the data in tables and plots.
         num_classes: Number of classes.
-        labels: What a file called the classes, in their order, where that is not 0, 1, 2 and so on.
 
     Raises:
         ValueError: If a kind, a shape, a length or a label is not as above.
@@ -127,7 +116,6 @@ class ArrayData:
     y_test: Labels
     name: str
     num_classes: int
-    labels: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.num_classes < 2:
@@ -172,37 +160,6 @@ def _scaled(images: Images, labels: Labels) -> TensorDataset:
     return TensorDataset(x, torch.from_numpy(labels))
 
 
-def from_any(splits: dict[str, Any], *, name: str, num_classes: int | None = None) -> ArrayData:
-    """Make an :class:`ArrayData` from arrays as files hold them.
-
-    Args:
-        splits: ``x_train``, ``y_train``, ``x_test`` and ``y_test``.
-        name: What to call the data.
-        num_classes: Number of classes, for labels that count from 0. Where not given, the classes
-            are the labels that occur, in their order.
-    """
-    arrays = {key: splits[key] for key in KEYS}
-    if num_classes is not None:
-        return ArrayData(**arrays, name=name, num_classes=num_classes)
-    train, test = (as_labels(key, arrays[key]) for key in ("y_train", "y_test"))
-    occurring = np.union1d(train, test)
-    count = len(occurring)
-    labels = None
-    # Labels below 0 are refused below.
-    if count and occurring[0] >= 0 and occurring[-1] >= count:
-        labels = tuple(occurring.tolist())
-        arrays["y_train"] = np.searchsorted(occurring, train)
-        arrays["y_test"] = np.searchsorted(occurring, test)
-        few = ", ".join(map(str, labels[:3]))
-        warn(
-            f"`y_train` and `y_test` of {name!r} have the labels {few}, …, {labels[-1]}, which become the classes 0 "
-            f"to {count - 1}; `num_classes` keeps labels that count from 0 as they are.",
-        )
-    data = ArrayData(**arrays, name=name, num_classes=count or 2, labels=labels)
-    warn_of_absent(f"`y_train` of {name!r}", data.y_train, count)
-    return data
-
-
 def warn_of_absent(what: str, labels: Any, num_classes: int) -> None:
     """Warn of classes without a training sample.
 
@@ -219,20 +176,14 @@ def warn_of_absent(what: str, labels: Any, num_classes: int) -> None:
         )
 
 
-def load_npz(
-    path: StrPath,
-    *,
-    name: str | None = None,
-    num_classes: int | None = None,
-) -> ArrayData:
+def load_npz(path: StrPath, *, name: str | None = None) -> ArrayData:
     """Return the arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test`` of an npz file.
 
     Args:
         path: The file. Images are uint8, ``[N, H, W]``, ``[N, C, H, W]`` or ``[N, H, W, C]``;
-            labels are whole numbers.
+            labels are whole numbers that count from 0. An array ``num_classes`` says how many
+            classes there are; without it, they reach up to the largest label.
         name: What to call the data; the file's own ``name``, or its file name, where not given.
-        num_classes: Number of classes, for labels that count from 0; the file's own
-            ``num_classes``, where not given, or else the labels that occur, in their order.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -247,23 +198,37 @@ def load_npz(
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"A dataset must be an npz file, but there is no file at {path}.")
-    with _naming(path):
-        try:
-            with path.open("rb") as file:  # numpy leaves a broken file open
-                arrays = dict(np.load(file, allow_pickle=False))
-        except Exception as error:  # numpy, zip and zlib have one for every kind of damage
-            raise ValueError(f"not a readable npz file of plain arrays ({error}).") from error
-        if missing := [key for key in KEYS if key not in arrays]:
-            raise ValueError(
-                f"the arrays {', '.join(missing)} are missing; there are {', '.join(arrays) or 'none'}."
-            )
-        if num_classes is None and "num_classes" in arrays:
-            num_classes = int(arrays["num_classes"])
-        name = name or str(arrays.get("name", path.stem))
-        data = from_any(arrays, name=name, num_classes=num_classes)
-        if "labels" in arrays:
-            return replace(data, labels=tuple(arrays["labels"].tolist()))
-        return data
+    try:
+        with path.open("rb") as file:  # numpy leaves a broken file open
+            arrays = dict(np.load(file, allow_pickle=False))
+    except Exception as error:  # numpy, zip and zlib have one for every kind of damage
+        raise ValueError(f"{path}: not a readable npz file of plain arrays ({error}).") from error
+    if missing := [key for key in KEYS if key not in arrays]:
+        raise ValueError(
+            f"{path}: the arrays {', '.join(missing)} are missing; there are {', '.join(arrays) or 'none'}."
+        )
+    splits = {key: arrays[key] for key in KEYS}
+    name = name or str(arrays.get("name", path.stem))
+    told = arrays.get("num_classes")
+    try:
+        classes = _count_classes(splits) if told is None else int(told)
+        data = ArrayData(**splits, name=name, num_classes=classes)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if told is None:
+        warn_of_absent(f"`y_train` of {name!r}", data.y_train, classes)
+    return data
+
+
+def _count_classes(splits: dict[str, Any]) -> int:
+    """Number of classes up to the largest label; more of them than samples is no way to count from 0."""
+    labels = np.concatenate([as_labels(key, splits[key]) for key in ("y_train", "y_test")])
+    largest = int(labels.max()) if labels.size else 1
+    if largest > max(1, len(labels)):
+        raise ValueError(
+            f"`y_train` and `y_test` must count the classes from 0, got {largest} among {len(labels)} labels."
+        )
+    return largest + 1
 
 
 def save_npz(path: StrPath, data: ArrayData) -> None:
@@ -282,119 +247,5 @@ def save_npz(path: StrPath, data: ArrayData) -> None:
     arrays: dict[str, Any] = {}
     for key in ("name", "num_classes", *KEYS):
         arrays[key] = np.asarray(getattr(data, key))
-    if data.labels is not None:
-        arrays["labels"] = np.asarray(data.labels)
     with atomic_write(path) as file:
         np.savez(file, **arrays)
-
-
-def load_idx(
-    folder: StrPath,
-    *,
-    name: str | None = None,
-    num_classes: int | None = None,
-) -> ArrayData:
-    """Return the dataset of a folder in the format of MNIST: four idx files, gzipped or not.
-
-    Args:
-        folder: Holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
-            ``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``, with or without ``.gz``; a
-            dot before ``idx`` does as well.
-        name: What to call the data; the folder's name where not given.
-        num_classes: Number of classes, for labels that count from 0; the labels that occur, in
-            their order, where not given.
-
-    Raises:
-        FileNotFoundError: If one of the files is missing.
-        ValueError: If one cannot be read, or the arrays do not make an :class:`ArrayData`.
-
-    Example::
-
-        fashion = load_idx("datasets/fashion-mnist", name="fashion")
-    """
-    folder = Path(folder)
-    arrays = {}
-    for key, name_of_file in IDX.items():
-        found = folder.glob(name_of_file.replace("-idx", "[-.]idx") + "*")
-        files = sorted(
-            path for path in found if path.is_file() and path.name.endswith(("-ubyte", ".gz"))
-        )
-        if not files:
-            raise FileNotFoundError(
-                f"A folder must hold the idx file {name_of_file}, gzipped or not, but {folder} does not."
-            )
-        with _naming(files[0]):
-            arrays[key] = _read_idx(files[0])
-    with _naming(folder):
-        return from_any(arrays, name=name or folder.name, num_classes=num_classes)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Put the file's name before what is wrong with it."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _read_idx(path: Path) -> Images:
-    """Read an array of unsigned bytes: two zeros, a type code, the number of axes, big-endian lengths, the values."""
-    raw = path.read_bytes()
-    if raw[:2] == b"\x1f\x8b":
-        try:
-            raw = gzip.decompress(raw)
-        except Exception as error:  # gzip and zlib have one for every kind of damage
-            raise ValueError(f"not a readable gzip file ({error}).") from error
-    axes = int.from_bytes(raw[3:4], "big")
-    header = 4 + 4 * axes
-    if raw[:3] != b"\0\0\x08" or len(raw) < header:
-        raise ValueError("not an idx file of unsigned bytes.")
-    shape = np.frombuffer(raw, ">u4", count=axes, offset=4).tolist()
-    values = np.frombuffer(raw, np.uint8, offset=header)
-    if values.size != math.prod(shape):
-        raise ValueError(f"the shape {tuple(shape)} does not fit the file's {values.size} values.")
-    return values.reshape(shape).copy()  # a buffer of bytes is read-only
-
-
-def load_torchvision(name: str, data_dir: StrPath, *, download: bool = False) -> ArrayData:
-    """Return a labelled image dataset of torchvision that has a training and a test split.
-
-    Args:
-        name: Name of a class in ``torchvision.datasets``, e.g. ``"FashionMNIST"``, ``"CIFAR10"`` or
-            ``"SVHN"``.
-        data_dir: Folder that holds the dataset, or where it goes.
-        download: Whether torchvision may download it.
-
-    Raises:
-        ImportError: If torchvision is not installed, or is installed but cannot be loaded.
-        ValueError: If torchvision has no such dataset, or the dataset has no training and test
-            split.
-
-    Example::
-
-        data = load_torchvision("FashionMNIST", "~/datasets", download=True)
-    """
-    try:
-        from torchvision import datasets
-    except (ImportError, RuntimeError, OSError) as error:
-        raise ImportError(
-            "`load_torchvision` needs torchvision, which is not installed or cannot be loaded beside this torch; "
-            f"install the build that belongs to it. It said: {error}"
-        ) from error
-    if name not in datasets.__all__:
-        raise ValueError(f"`name` must be a dataset of torchvision, got {name!r}.")
-    make: Any = getattr(datasets, name)
-    takes = inspect.signature(make).parameters
-    if not {"train", "split"} & takes.keys():
-        raise ValueError(
-            f"`name` must be a dataset with a training and a test split, got {name!r}."
-        )
-    arrays: dict[str, Any] = {}
-    for split in ("train", "test"):
-        option = {"train": split == "train"} if "train" in takes else {"split": split}
-        samples = make(data_dir, download=download, **option)
-        images, labels = zip(*samples, strict=True)
-        arrays[f"x_{split}"] = np.stack([np.asarray(image) for image in images])
-        arrays[f"y_{split}"] = np.asarray(labels)
-    return from_any(arrays, name=name)

@@ -1,7 +1,5 @@
 """Datasets and tasks by name: a cache of drawn data, files of your own, and new tasks from old data."""
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Callable
@@ -15,13 +13,7 @@ import torch
 from lightning_taskinfo._files import StrPath
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.data.arrays import (
-    ArrayData,
-    Labels,
-    load_idx,
-    load_npz,
-    save_npz,
-)
+from lightning_taskinfo.data.arrays import ArrayData, Labels, load_npz, save_npz
 from lightning_taskinfo.data.embedded import load_digits, load_letters
 
 VERSION = 2  # part of every cache file's name: raise it when a loader's output changes
@@ -40,11 +32,10 @@ def load_dataset(
 
     ``digits`` and ``letters`` need no files: they are made once and cached in
     ``TASKINFO_CACHE_DIR``, or in ``lightning_taskinfo`` below the user's cache folder. Any other
-    name is a file ``<name>.npz`` or a folder ``<name>`` of idx files in ``data_dir``, or else the
-    path of an npz file or of such a folder.
+    name is a file ``<name>.npz`` in ``data_dir``, or else the path of an npz file.
 
     Args:
-        name: ``"digits"``, ``"letters"``, or the name or path of a file or folder.
+        name: ``"digits"``, ``"letters"``, or the name or path of a file.
         size: Height and width of the embedded digits and letters: 28, or 8.
         seed: Seed of the embedded digits' split and the letters' drawing.
         data_dir: Folder of further datasets; ``TASKINFO_DATA_DIR`` where not given.
@@ -54,17 +45,12 @@ def load_dataset(
     """
     name = os.fspath(name)
     if name in EMBEDDED:
-        arguments = {"size": size, "seed": seed}
-        return cached(name, arguments, lambda: EMBEDDED[name](**arguments))
+        return cached(f"{name}-{size}-{seed}", lambda: EMBEDDED[name](size=size, seed=seed))
     folder = data_dir or os.environ.get("TASKINFO_DATA_DIR")
-    paths = [Path(name)]
-    if folder:
-        paths = [Path(folder, f"{name}.npz"), Path(folder, name), *paths]
-    for path in paths:
-        if path.suffix == ".npz" and path.is_file():
+    paths = [Path(folder, f"{name}.npz")] if folder else []
+    for path in (*paths, Path(name)):
+        if path.is_file():
             return load_npz(path)
-        if name and path.is_dir():
-            return load_idx(path)
     raise ValueError(
         f"A dataset must be {' or '.join(EMBEDDED)} or name a file; {name!r} was not found at this path. "
         f"Names of files are looked up in `data_dir` or TASKINFO_DATA_DIR, which is {folder}."
@@ -79,19 +65,17 @@ def cache_dir() -> Path:
     return Path(users) / "lightning_taskinfo"
 
 
-def cached(name: str, arguments: dict[str, Any], build: Callable[[], ArrayData]) -> ArrayData:
-    """Return what ``build`` made when it was last called with these arguments, or call it and keep the result.
+def cached(name: str, build: Callable[[], ArrayData]) -> ArrayData:
+    """Return what ``build`` made when it was last called under this name, or call it and keep the result.
 
     A file that cannot be read is made anew, and a folder that cannot be written to costs a warning,
     not the data.
 
     Args:
-        name: Name of what is built.
-        arguments: All that the result depends on, in values that JSON knows.
+        name: Name of what is built, with all that it depends on.
         build: Makes the data.
     """
-    key = json.dumps([VERSION, name, arguments], sort_keys=True)
-    path = cache_dir() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+    path = cache_dir() / f"{name}-version{VERSION}.npz"
     try:
         return load_npz(path)
     except (OSError, ValueError):  # not there, not readable, or broken by something else

@@ -22,7 +22,7 @@ from tests.ranks import forked
 
 def write():
     x, y = np.ones((60_000, 1, 32, 32), np.uint8), np.zeros(60_000, np.int64)
-    cached("data", {"seed": 0}, lambda: ArrayData(x, y, x, y, name="big", num_classes=2))
+    cached("data", lambda: ArrayData(x, y, x, y, name="big", num_classes=2))
 
 
 @pytest.fixture
@@ -89,23 +89,27 @@ def test_refuses_unknown_names(tmp_path, monkeypatch):
         load_dataset("words", data_dir=tmp_path)
 
 
-def test_built_once_for_each_name_arguments_and_version(folder, build, monkeypatch):
-    for name, arguments in [
-        ("a", {"seed": 0}),
-        ("a", {"seed": 0}),
-        ("a", {"seed": 1}),
-        ("b", {"seed": 0}),
-    ]:
-        cached(name, arguments, build)
-    assert build.calls == 3
+def test_built_once_for_each_name_and_version(folder, build, monkeypatch):
+    for name in ("a", "a", "b"):
+        cached(name, build)
+    assert build.calls == 2
     monkeypatch.setattr(names, "VERSION", names.VERSION + 1)
-    cached("a", {"seed": 0}, build)
-    assert build.calls == 4
-    assert len(list(folder.iterdir())) == 4
+    cached("a", build)
+    assert build.calls == 3
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize("other", [{"size": 9}, {"seed": 1}])
+def test_another_size_or_seed_is_drawn_anew(folder, build, monkeypatch, other):
+    asked = []
+    monkeypatch.setitem(names.EMBEDDED, "letters", lambda **given: asked.append(given) or build())
+    for given in ({"size": 8, "seed": 0}, {"size": 8, "seed": 0, **other}):
+        load_dataset("letters", **given)
+        assert asked[-1] == given
 
 
 def test_the_cache_returns_what_was_built(folder, build, arrays):
-    built, read = cached("a", {}, build), cached("a", {}, build)
+    built, read = cached("a", build), cached("a", build)
     assert build.calls == 1
     assert (read.name, read.num_classes) == (built.name, built.num_classes)
     for key, array in arrays.items():
@@ -116,11 +120,11 @@ def test_the_cache_returns_what_was_built(folder, build, arrays):
     "damage", [lambda raw: raw[: len(raw) // 2], lambda raw: b"", lambda raw: raw[::-1]]
 )
 def test_a_corrupt_file_is_rebuilt(folder, build, damage):
-    cached("a", {}, build)
+    cached("a", build)
     (file,) = folder.iterdir()
     good = file.read_bytes()
     file.write_bytes(damage(good))
-    assert cached("a", {}, build).name == "small"
+    assert cached("a", build).name == "small"
     assert build.calls == 2
     assert file.read_bytes() == good
 
@@ -152,7 +156,7 @@ def test_a_killed_process_leaves_no_broken_cache(folder, build):
     assert 0 < part.stat().st_size < 2 * 60_000 * 32 * 32
     assert list(folder.iterdir()) == [part]
     for _ in range(2):
-        assert cached("data", {"seed": 0}, build).name == "small"
+        assert cached("data", build).name == "small"
     assert build.calls == 1
     assert not part.exists()
 
@@ -161,7 +165,7 @@ def test_a_folder_that_cannot_be_made_costs_a_warning(tmp_path, build, monkeypat
     (tmp_path / "file").touch()
     monkeypatch.setenv("TASKINFO_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.warns(UserWarning, match="The data is not cached: .*Not a directory"):
-        assert cached("a", {}, build).name == "small"
+        assert cached("a", build).name == "small"
 
 
 @pytest.mark.parametrize(

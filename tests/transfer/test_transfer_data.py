@@ -292,8 +292,8 @@ def test_the_description_knows_the_data_by_what_they_hold():
         ),
         (
             {"source": "tests"},
-            FileNotFoundError,
-            "A folder must hold the idx file train-images.* but tests does not",
+            ValueError,
+            "A dataset must be .*'tests' was not found at this path",
         ),
         ({"target": 3}, TypeError, "`target` must be an ArrayData, a name, .* got int"),
         ({"unlabeled": np.zeros(5)}, ValueError, r"`unlabeled` must have the shape .* got \(5,\)"),

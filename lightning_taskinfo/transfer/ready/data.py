@@ -97,7 +97,7 @@ class TransferDataModule(LightningDataModule):
 
     Args:
         source: An :class:`~lightning_taskinfo.data.ArrayData`; a name as in
-            :func:`~lightning_taskinfo.data.load_dataset`, an npz file or an idx folder; or a pair
+            :func:`~lightning_taskinfo.data.load_dataset`, or an npz file; or a pair
             of datasets, training and test, of images ``[C, H, W]``, ``[H, W, C]`` or ``[H, W]`` and
             classes. Whole numbers from 0 to 255 are bytes, which come out between 0 and 1; other
             images are used as they are.
@@ -330,7 +330,7 @@ def as_task(argument: str, what: Any, data_dir: StrPath | None = None) -> ImageT
 
     Args:
         argument: What the caller calls it, for messages.
-        what: An :class:`ArrayData`; a name, npz file or idx folder; or a pair of map-style
+        what: An :class:`ArrayData`; a name or npz file; or a pair of map-style
             datasets, training and test, of images ``[C, H, W]``, ``[H, W, C]`` or ``[H, W]`` and
             classes, which are read once and kept in memory.
         data_dir: Where names are looked up.
@@ -349,7 +349,7 @@ def as_task(argument: str, what: Any, data_dir: StrPath | None = None) -> ImageT
         return ImageTask(what.name, what.num_classes, Images(x, y), Images(x_test, y_test))
     if not isinstance(what, tuple | list) or len(what) != 2:
         raise TypeError(
-            f"`{argument}` must be an ArrayData, a name, an npz file, an idx folder or a pair of datasets, "
+            f"`{argument}` must be an ArrayData, a name, an npz file or a pair of datasets, "
             f"got {type(what).__name__}."
         )
     train, test = (_read(argument, part) for part in what)
