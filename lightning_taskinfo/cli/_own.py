@@ -1,12 +1,12 @@
 """What commands share: the networks, data and weights that users bring, tasks by name, and what is written."""
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_taskinfo._files import atomic_write, read_checkpoint
@@ -14,17 +14,16 @@ from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo._ranges import check_finite_tensors
 from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.certificates.samples import read_pair
-from lightning_taskinfo.cli._parser import add_arguments
+from lightning_taskinfo.cli._parser import add_arguments, find, is_import_path
 from lightning_taskinfo.data import load_task
 from lightning_taskinfo.tasks import PreparedTask, prepare_task
 
 
-class Network(ABC):  # noqa: B024 - torch modules are registered below
+class Network:
     """A class or function, and what to call it with: called, it makes the network.
 
     Every call makes all of it anew, modules among the arguments too: no two networks share weights,
-    and fresh weights depend on torch's random state alone. Any torch module is registered as a
-    subclass, so that a configuration file may name one.
+    and fresh weights depend on torch's random state alone.
 
     Args:
         maker: The class or function.
@@ -44,12 +43,14 @@ class DataModule(ABC):  # noqa: B024 - those of both namespaces are registered b
     """A LightningDataModule of either namespace."""
 
 
-Network.register(nn.Module)
 for _namespace in NAMESPACES.values():
     DataModule.register(_namespace.LightningDataModule)
 
 Data: TypeAlias = DataModule | str
-Tasks: TypeAlias = list[Data] | dict[str, Data] | str
+Spec: TypeAlias = (
+    dict[str, Any] | str
+)  # a data module by class_path and init_args, or what Data may be
+Tasks: TypeAlias = list[Spec] | dict[str, Spec] | str
 Part: TypeAlias = Literal["train", "val", "test", "predict"]
 STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
 
@@ -94,8 +95,7 @@ def read_part(data: Data, part: Part) -> DataLoader[Any]:
     """Return the loader of a part of the data.
 
     Args:
-        data: A data module; or a name or an npz file, whose images lie in [0, 1] and
-            whose targets are the labels of the file.
+        data: A data module; or a name or an npz file, whose images lie in [0, 1].
         part: Which part.
 
     Raises:
@@ -130,32 +130,14 @@ def _loader(data: Any, part: Part) -> DataLoader[Any]:
     return loader
 
 
-def fitting(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the part of a state that has these names, where it is that of a module which holds the network.
-
-    Example:
-        >>> weight = torch.zeros(2)
-        >>> fitting({"net.bias": weight, "metric.total": weight}, ["bias"]) == {"bias": weight}
-        True
-    """
-    first, *others = names
-    wanted = {first, *others}
-    fits = []
-    for place in {key.removesuffix(first) for key in state if key.endswith(first)}:
-        part = {key.removeprefix(place): x for key, x in state.items() if key.startswith(place)}
-        if part.keys() == wanted:
-            fits.append(part)
-    return fits[0] if len(fits) == 1 else dict(state)  # of two that fit, neither is the one
-
-
 def started(model: Network, checkpoint: Path | None, argument: str = "checkpoint") -> nn.Module:
     """Return a network, with the weights of a checkpoint if there is one."""
     network = model()
     if checkpoint is None:
         return network
-    kept = read_checkpoint(argument, checkpoint)
+    state = read_checkpoint(argument, checkpoint).state
     try:
-        network.load_state_dict(fitting(kept.state, network.state_dict()))
+        network.load_state_dict(state)
     except RuntimeError as error:
         reason = "; ".join(line.strip() for line in str(error).splitlines()[1:])
         raise ValueError(
@@ -174,23 +156,38 @@ def named_tasks(tasks: Tasks | None, data: Data | None, default: Sequence[str]) 
         default: Tasks where neither is given.
 
     Raises:
-        ValueError: If there is none, or two have one name.
+        ValueError: If two have one name, or a data module cannot be made.
     """
-    if tasks is None:
-        tasks = [*default] if data is None else []
-    named = tasks if isinstance(tasks, dict) else {}
-    several = [tasks] if isinstance(tasks, str) else [*tasks]
-    unnamed: list[Data] = [] if named else several
+    if isinstance(tasks, dict):
+        named = [(name, _data(spec)) for name, spec in tasks.items()]
+    else:
+        unnamed = [tasks] if isinstance(tasks, str) else tasks or []
+        named = [_called(_data(spec)) for spec in unnamed]
     if data is not None:
-        unnamed.append(data)
-    names = [one if isinstance(one, str) else type(one).__name__ for one in unnamed]
-    found = {**named, **dict(zip(names, unnamed, strict=True))}
-    if not found or len(found) < len(named) + len(names):
+        named.append(_called(data))
+    named = named or [_called(name) for name in default]
+    found = dict(named)
+    if len(found) < len(named):
+        names = [name for name, _ in named]
         raise ValueError(
-            f"`tasks` must be at least one, with different names, got {[*named, *names]}; names are given as "
-            "{a: …, b: …}."
+            f"`tasks` must have different names, got {names}; names are given as {{a: …, b: …}}."
         )
     return found
+
+
+def _called(data: Data) -> tuple[str, Data]:
+    return data if isinstance(data, str) else type(data).__name__, data
+
+
+def _data(spec: Spec) -> Data:
+    """Return the data that a user wrote down."""
+    if isinstance(spec, str):
+        if not is_import_path(spec):
+            return spec
+        spec = {"class_path": spec}
+    maker = find(str(spec.get("class_path")), "tasks")
+    data: DataModule = made(DataModule, maker, spec.get("init_args", {}), "tasks")
+    return data
 
 
 def prepared(

@@ -4,7 +4,7 @@ import argparse
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,7 +16,6 @@ from lightning_taskinfo.cli import COMMANDS
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
-OWN = ("model", "data")  # options that name a class or a function, whose arguments become options
 HINT = (
     "Several values stand in brackets, '[a,b]'. A command lists its options: taskinfo rank --help."
 )
@@ -79,30 +78,36 @@ def add_options(
     Returns:
         The words without these classes, and the classes by option.
     """
-    own = [name for name in OWN if name in inspect.signature(command).parameters]
-    given, _ = _picked(words, [*own, "checkpoint"])
+    given, rest = _picked(words)
     makers = {}
-    for name in own:
-        path = getattr(given, name)
-        if path is not None and (name == "model" or is_import_path(path)):
-            makers[name] = find(path, name)
-    _, rest = _picked(words, makers)
+    for name, text in given.items():
+        named = name == "model" or (name == "data" and is_import_path(text))
+        if named and name in inspect.signature(command).parameters:
+            makers[name] = find(text, name)
+        else:
+            rest.append(f"--{name}={text}")
     parser.add_argument("--config", action="config", help="A YAML file of arguments.")
     parser.add_function_arguments(command, as_group=False, skip=set(makers))
     for name, maker in makers.items():
-        group = parser.add_argument_group(f"--{name} {getattr(given, name)}")
+        group = parser.add_argument_group(f"--{name} {given[name]}")
         add_arguments(group, maker, name)
-    if "model" in makers and given.checkpoint is not None:
-        parser.set_defaults(_kept(makers["model"], given.checkpoint))
+    if "model" in makers and "checkpoint" in given:
+        parser.set_defaults(_kept(makers["model"], given["checkpoint"]))
     return rest, makers
 
 
-def _picked(words: Sequence[str], names: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the values of some options, and the words without them."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in names:
+def _picked(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return model, data and checkpoint as far as they are named, and the other words."""
+    parser = argparse.ArgumentParser(
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for name in ("model", "data", "checkpoint"):
         parser.add_argument(f"--{name}")
-    return parser.parse_known_args(list(words))
+    given, rest = parser.parse_known_args(list(words))
+    return vars(given), rest
 
 
 def add_arguments(parser: Any, maker: Callable[..., Any], key: str) -> None:
@@ -149,22 +154,12 @@ def _arguments(
     parser: "ArgumentParser", config: "Namespace", makers: dict[str, Callable[..., Any]]
 ) -> dict[str, Any]:
     """Return what the command is called with; a network is made later, anew for each use."""
-    from jsonargparse import Namespace
-
     from lightning_taskinfo.cli._own import DataModule, Network, made
 
     chosen = config[config.subcommand]
     own: dict[str, Any] = {}
-    for name in OWN:
-        given = chosen.get(name)
-        if name in makers:
-            maker = makers[name]
-        elif isinstance(given, Namespace):  # a class in a configuration file
-            maker = find(given.class_path, name)
-            given = given.get("init_args")
-        else:
-            continue
-        chosen.pop(name, None)
+    for name, maker in makers.items():
+        given = chosen.pop(name, None)
         arguments = given.as_dict() if given else {}
         if name == "model":
             own[name] = Network(maker, arguments)

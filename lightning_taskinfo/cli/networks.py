@@ -1,31 +1,26 @@
 """``taskinfo certify``, ``rank`` and ``transfer``: what can be proved about a network, and which start helps it."""
 
-import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from lightning_taskinfo._batches import Reader
-from lightning_taskinfo._files import read_checkpoint, write_json
+from lightning_taskinfo._files import write_json
 from lightning_taskinfo._random import own_randomness
-from lightning_taskinfo._warn import warn
+from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.certificates import certify as certify_network
-from lightning_taskinfo.certificates.samples import read_labelled
 from lightning_taskinfo.cli._own import (
     Data,
     Network,
     Part,
     draw,
-    fitting,
     path_of,
     read_part,
     started,
@@ -37,17 +32,7 @@ from lightning_taskinfo.transfer import TransferDataModule, group_name, log_to_w
 from lightning_taskinfo.transfer import transfer as run_transfer
 from lightning_taskinfo.transfer.training import LoggerKind
 
-MARGIN = 0.05  # beside four standard errors: by how much errors of different samples may differ
-SHAPES = (  # where a network may name the size of its images
-    "example_input_array",
-    "image_shape",
-    "input_shape",
-    "input_size",
-    "image_size",
-    "img_size",
-)
 SCRATCH = "scratch"
-LABELS = 200
 
 
 def certify(
@@ -68,8 +53,7 @@ def certify(
             function that returns it; its arguments follow, ``--model.width 64``. Those kept in the
             checkpoint are the defaults.
         checkpoint: The trained weights: a Lightning checkpoint, or a state dict saved by
-            ``torch.save``. Of a larger module's checkpoint, the part that fits the network is
-            taken.
+            ``torch.save``.
         data: Import path of your LightningDataModule, whose arguments follow,
             ``--data.batch_size 32``; or ``digits``, ``letters``, or an npz file,
             whose images the network gets as they are, in [0, 1].
@@ -90,18 +74,8 @@ def certify(
     """
     check_picture("picture", picture)
     network = started(model, checkpoint)
-    prior = options["prior"]
-    if prior is not None and prior.center is not None:
-        center = fitting(prior.values(), network.state_dict())
-        options["prior"] = replace(prior, center=center)
     loader = read_part(data, part)
-    # Not in the call: it would be taken for where options go.
-    batch_fn, forward_fn, known = (
-        options[key] for key in ("batch_fn", "forward_fn", "known_error")
-    )
-    reader = Reader(batch_fn, forward_fn)
-    inputs, _ = read_labelled(loader, model=network, reader=reader)
-    _check_size(network, model.arguments, inputs)
+    known = options["known_error"]  # not in the call: it would be taken for where options go
     files = [path for path in (out, picture) if path is not None]
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)  # before the work: it may fail
@@ -125,67 +99,19 @@ def certify(
     write_json(out, {**asked, **certificate.to_dict()})
     lines = [str(certificate)]
     if known is None:
-        risk = certificate.model_risk
-        if options["error"] == "class" and options["loss_fn"] is None:
-            _compare_errors(risk, certificate.n, read_checkpoint("checkpoint", checkpoint).content)
         lines.append(
             "Not checked: that inputs are prepared as for training. The network's error on them is "
-            f"{risk:.4f}; --known_error compares it with the one you know."
+            f"{certificate.model_risk:.4f}; --known_error compares it with the one you know."
         )
     lines += map(str, files)
     return "\n".join(lines)
-
-
-def _check_size(model: nn.Module, arguments: Mapping[str, Any], inputs: Any) -> None:
-    """Raise a ``ValueError`` for images of another size than the network says it was made for.
-
-    Args:
-        model: The network; a LightningModule may have an ``example_input_array``.
-        arguments: What it was made with.
-        inputs: Images ``[N, C, H, W]``; others have no size to check.
-    """
-    if not isinstance(inputs, Tensor) or inputs.ndim != 4:
-        return
-    named = dict(arguments)
-    example = getattr(model, "example_input_array", None)
-    if isinstance(example, Tensor):
-        named["example_input_array"] = example.shape[1:]
-    found = tuple(inputs.shape[-2:])
-    for source in SHAPES:
-        shape: Any = named.get(source)
-        if isinstance(shape, int) and source in ("image_size", "img_size"):
-            shape = (shape, shape)
-        known = isinstance(shape, list | tuple) and len(shape) in (2, 3)
-        if known and tuple(shape[-2:]) != found:
-            raise ValueError(
-                f"`data` must have images of {tuple(shape[-2:])}, the size that the network was made for by its "
-                f"{source}, got {found}: resize them as for training."
-            )
-
-
-def _compare_errors(found: float, n: int, content: Mapping[str, Any]) -> None:
-    """Warn where the error is clearly above the one that a Lightning checkpoint was kept for, on other samples."""
-    reach = MARGIN + 4 * math.sqrt(found * (1 - found) / n)
-    states = content.get("callbacks", {}).values()
-    for state in (state for state in states if isinstance(state, Mapping)):
-        name = str(state.get("monitor"))
-        kind = re.search("acc|err", name.lower())
-        score = state.get("current_score")
-        if kind is None or score is None:
-            continue
-        kept = float(score) if kind[0] == "err" else 1 - float(score)
-        if 0 <= kept <= 1 and found - kept > reach:
-            warn(
-                f"The network's error on these samples is {found:.4f}, and {kept:.4f} in its checkpoint ({name}): "
-                "are inputs prepared as for training?"
-            )
 
 
 def rank(
     model: Network,
     starts: dict[str, Path],
     data: Data,
-    labels: int | None = None,
+    labels: int = 200,
     scratch: bool = True,
     seed: int = 0,
     out: Path = Path("ranking.json"),
@@ -199,14 +125,12 @@ def rank(
         model: Import path of your LightningModule or network, such as ``my_package.Net``, or of a
             function that returns it; its arguments follow, ``--model.width 64``.
         starts: Checkpoints by name, ``{mnist: mnist.ckpt, wiki: wiki.pt}``: Lightning's, or a state
-            dict saved by ``torch.save``. Of a larger module's checkpoint, the part that fits the
-            network is taken.
+            dict saved by ``torch.save``.
         data: The target: import path of your LightningDataModule, whose arguments follow,
             ``--data.batch_size 32``; or ``digits``, ``letters``, or an npz file,
             alone or with a variant behind a colon, whose images the network gets as they are, in
             [0, 1].
-        labels: How many labels there are, drawn from the training samples; 200 where not given, or
-            all if they are fewer.
+        labels: At most this many labels, drawn from the training samples.
         scratch: Whether the network with fresh weights takes part, so that starts are said to help
             or to hurt.
         seed: Seed of the labels' draw and of fresh weights.
@@ -249,19 +173,13 @@ def rank(
     return f"{ranking}\n{out}"
 
 
-def _drawn(loader: DataLoader[Any], labels: int | None, seed: int) -> DataLoader[Any]:
+def _drawn(loader: DataLoader[Any], labels: int, seed: int) -> DataLoader[Any]:
+    check_counts(labels=labels)
     samples: Any = loader.dataset
     if isinstance(samples, IterableDataset):
         samples = list(samples)
-    if not samples:
-        raise ValueError("`data` must have training samples, got none.")
-    count = min(LABELS, len(samples)) if labels is None else labels
-    if not 0 < count <= len(samples):
-        raise ValueError(
-            f"`labels` must be between 1 and {len(samples)}, the training samples, got {count}."
-        )
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
-    some = Subset(samples, order[:count].tolist())
+    some = Subset(samples, order[:labels].tolist())
     return DataLoader(some, batch_size=256, collate_fn=loader.collate_fn)
 
 

@@ -63,7 +63,7 @@ QUICK = {  # command -> what makes it short
     ),
     "taskinfo embed --model mine.Net --checkpoint trained.ckpt --data mine.Data "
     f"--tasks '{SHIFTED}' --folder runs/embed": "--max_samples 20",
-    "taskinfo rank --config rank.yaml": "",
+    "taskinfo rank --model mine.Net --data mine.Data --config rank.yaml": "",
 }
 SLOW = {
     """taskinfo complexity --tasks '[digits, "digits:random-labels"]' --folder runs/complexity""": (

@@ -65,7 +65,6 @@ def test_without_scratch(folder):
         (["--starts={scratch: good.pt}"], "`starts`"),
         (["--starts={a: nowhere.pt}"], "`starts`"),
         ([STARTS, "--labels=0"], "`labels`"),
-        ([STARTS, "--labels=1000"], "`labels`"),
         ([STARTS, "--picture=ranking.txt"], "`picture`"),
         ([STARTS, "--model.classes=4"], "`starts`"),
         ([STARTS, "--data=nowhere.npz"], "A dataset"),
@@ -103,7 +102,12 @@ def test_a_stream_of_samples_is_ranked_like_a_file(folder):
     assert stream["good"].missed == pytest.approx(file["good"].missed)
 
 
+def test_of_fewer_labels_all_are_taken(folder):
+    assert main([*BASE, STARTS, "--labels=1000"]) == 0
+    assert StartRanking.load(folder / "ranking.json").samples == 120
+
+
 def test_data_without_samples_are_refused_by_their_own_name(folder, capsys):
     data = ["--data=tests.cli.test_networks_rank.Streamed", "--data.samples=0"]
     assert main([*BASE, STARTS, *data]) == 2
-    assert "`data` must have training samples, got none" in capsys.readouterr().err
+    assert "`data` must yield batches (inputs, labels), got none." in capsys.readouterr().err

@@ -20,7 +20,7 @@ from lightning_taskinfo import (
     task_distance,
 )
 from lightning_taskinfo.cli import COMMANDS, main
-from lightning_taskinfo.cli._own import Network, fitting
+from lightning_taskinfo.cli._own import Network
 from lightning_taskinfo.tasks import TaskEmbedding, Training
 from lightning_taskinfo.transfer import StartRanking, transfer
 from tests.cli.conftest import FILE
@@ -213,13 +213,12 @@ def test_modules_of_the_other_namespace(mine, tmp_path):
     assert main(words) == 0
 
 
-def test_a_configuration_file_may_hold_all_of_it(mine, tmp_path):
+def test_a_configuration_file_may_hold_all_but_the_names_of_classes(mine, tmp_path):
     (tmp_path / "rank.yaml").write_text(
-        "model: {class_path: mine.Net, init_args: {width: 6}}\n"
-        "data: {class_path: mine.Data, init_args: {shift: 0.1}}\n"
-        "starts: {kept: trained.ckpt}\nlabels: 60\n"
+        "model: {width: 6}\ndata: {shift: 0.1}\nstarts: {kept: trained.ckpt}\nlabels: 60\n"
     )
-    assert main(["rank", "--config=rank.yaml", "--out=file.json"]) == 0
+    words = ["rank", "--model=mine.Net", "--data=mine.Data", "--config=rank.yaml"]
+    assert main([*words, "--out=file.json"]) == 0
     words = ["rank", *NET, "--data=mine.Data", "--data.shift=0.1", "--starts.kept=trained.ckpt"]
     assert main([*words, "--labels=60", "--out=words.json"]) == 0
     one, two = (StartRanking.load(tmp_path / name) for name in ("file.json", "words.json"))
@@ -279,7 +278,10 @@ FIT = "must be made from its arguments, but mine."
         ([*CERTIFY, DATA, "--known_error=1.5"], "`known_error` must be between 0 and 1, got 1.5."),
         (["transfer", *NET, DATA, "--workers=0"], "`starts` must be given with `model`, got None."),
         (["transfer", DATA, "--starts.a=a.ckpt"], "`model` must be given with `starts`, got None."),
-        (["distance", DATA, "--tasks+=mine.Data"], "`tasks` must be at least one, with different names, got ['D"),
+        (["distance", DATA, "--tasks+=mine.Data"], "`tasks` must have different names, got ['Data', 'Data'];"),
+        (["embed", "--tasks={a: {class_path: mine.Dat}}"], "`tasks` must be the import path of a class or function, g"),
+        (["embed", "--tasks=[mine.Dat]"], "`tasks` must be the import path of a class or function, got 'mine.Dat' (mo"),
+        (["embed", "--tasks={a: {class_path: mine.Net}}"], f"`tasks` {FIT}Net failed (ArgumentError: "),
         (["distance", DATA, *NET, "--head=gone"], "`head` must name a module of the network, got 'gone'"),
     ],
 )  # fmt: skip
@@ -319,11 +321,3 @@ def test_a_network_can_be_sent_to_another_process():
 
     make = pickle.loads(pickle.dumps(Network(Net, {"width": 3})))
     assert make().net[0].out_features == 3
-
-
-def test_of_two_parts_that_fit_neither_is_taken():
-    state = {"student.weight": torch.zeros(1), "teacher.weight": torch.ones(1)}
-    assert fitting(state, ["weight"]) == state
-    assert fitting({"net.weight": state["student.weight"]}, ["weight"]) == {
-        "weight": state["student.weight"]
-    }

@@ -103,7 +103,7 @@ def arrays_of_two_classes():
     [
         (
             "--tasks=[digits,digits]",
-            "`tasks` must be at least one, with different names, got ['digits', 'digits']",
+            "`tasks` must have different names, got ['digits', 'digits']",
         ),
         (
             "--tasks=[nothing]",
