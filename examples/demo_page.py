@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from lightning_taskinfo.functional.intervals import paired_interval
 from lightning_taskinfo.transfer import StartRanking, TransferReport
-from lightning_taskinfo.transfer.render import tables
+from lightning_taskinfo.transfer.render import held_table, main_table
 
 QUESTIONS = ("What is in the weights?", "Will it transfer?", "What can be proved?")
 VERDICT_COLORS = {"helps": "#0f7a43", "hurts": "#b3261e", "cannot tell": "#8a6d00"}
@@ -383,9 +383,14 @@ def transfer_details(results: dict[str, Any], folder: Path) -> str:
         ]
         parts.append(html_table([title, "compared with", "points of test error"], rows))
         report = TransferReport.load(folder / name / "report")
-        for heading, cells in tables(report, 0.95).items():
-            table = html_table([*cells[0]], [[*row.values()] for row in cells])
-            parts.append(f"<h4>{escape(heading)}</h4>{table}")
+        found = {
+            "Did it help?": main_table(report, report.measures),
+            "What was measured beside it": held_table(report),
+        }
+        for heading, cells in found.items():
+            if cells:
+                table = html_table([*cells[0]], [[*row.values()] for row in cells])
+                parts.append(f"<h4>{escape(heading)}</h4>{table}")
         settings = json.dumps(report.configuration, indent=1, ensure_ascii=False)
         parts.append(f"<h4>Settings</h4><pre>{escape(settings)}</pre>")
     return "".join(parts)

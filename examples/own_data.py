@@ -74,7 +74,7 @@ def main() -> None:
 
     report = run(source, target, arguments.folder, fast=arguments.fast)
     print(report.to_terminal())
-    report.figures()["accuracy"].savefig(arguments.folder / "own_data.png", dpi=150)
+    report.plot()[0].savefig(arguments.folder / "own_data.png", dpi=150)
     files = report.save(arguments.folder / "report")
     print(f"\nReport: {files['report.md']}\nFigure: {arguments.folder / 'own_data.png'}")
 

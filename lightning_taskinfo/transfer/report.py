@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_taskinfo._files import (
@@ -26,20 +27,16 @@ from lightning_taskinfo.functional.intervals import Interval, Verdict, mean_inte
 from lightning_taskinfo.transfer import render
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from lightning_taskinfo.plotting import Axes, Figure
 
 BASELINES = ("scratch", "standard")
+PICTURE = "accuracy.png"
 SHARES = "acc|err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if all their values are
 HIGHER = "acc|auc|auroc|f1|precision|recall|r2"  # in names of metrics of which more is better
 LOWER = "err|loss|mse|mae|nll|perplexity"  # and of which less is better
-ENDS = ("mean", "low", "high")  # columns of an interval
+ENDS = ("low", "high")  # columns of an interval beside its mean
 VERDICT = (*ENDS, "verdict", "reason")  # and those of a gain
-MEASURED = {  # how columns of means over seeds begin: attribute of a result, and keys in it
-    "source": ("source", ["accuracy"]),
-    "information": ("information", ["before", "after", "added"]),
-    "fisher_trace": ("fisher_trace", ["before", "after"]),
-    "certified": ("certificate", ["stochastic", "network", "test_set"]),
-}
+CERTIFIED = {f"certified_{proof}": ("certificate", proof) for proof in render.PROOFS}
 
 Numbers = dict[str, float]
 Values = dict[str, Any]
@@ -79,15 +76,12 @@ class Result:
 
     def __post_init__(self) -> None:
         check_counts(labels=self.labels)
-        for name in ("test", "source") if self.source else ("test",):
-            numbers = dict(getattr(self, name) or {})
-            kinds = {type(value) for value in numbers.values()}
-            if not kinds or not kinds <= {int, float}:
-                raise ValueError(f"`{name}` must hold numbers by name, got {numbers!r}.")
-            accuracy = numbers.get("accuracy", 0)
-            if not 0 <= accuracy <= 1:
-                rule = "must hold an accuracy between 0 and 1"
-                raise ValueError(f"`{name}` {rule}, got {accuracy}.")
+        kinds = {type(value) for value in (self.test or {}).values()}
+        if not kinds or not kinds <= {int, float}:
+            raise ValueError(f"`test` must hold numbers by name, got {self.test!r}.")
+        accuracy = self.test.get("accuracy", 0)
+        if not 0 <= accuracy <= 1:
+            raise ValueError(f"`test` must hold an accuracy between 0 and 1, got {accuracy}.")
 
     def __str__(self) -> str:
         return f"({self.method}, {self.labels} labels, seed {self.seed})"
@@ -214,9 +208,12 @@ class TransferReport:
         configuration: What decided the results, as JSON-like values.
         name: Title of the experiment.
         starts: Where the weights of each start come from, in words.
+        confidence: Probability that an interval covers the true mean or gain. The intervals are not
+            corrected for their number.
 
     Raises:
-        ValueError: If there are no results, two of the same cell, or one is not as above.
+        ValueError: If there are no results, two of the same cell, one is not as above, or
+            ``confidence`` is not between 0 and 1.
 
     Example:
         >>> def result(method, seed, accuracy):
@@ -233,10 +230,12 @@ class TransferReport:
     configuration: Values = field(repr=False)
     name: str = "transfer"
     starts: dict[str, str] = field(default_factory=dict, repr=False)
+    confidence: float = 0.95
 
     def __post_init__(self) -> None:
         if not isinstance(self.configuration, dict):
             raise ValueError(f"`configuration` must be a dict, got {self.configuration!r}.")
+        check_probability(confidence=self.confidence)
         self.results = _checked(self.results)
         self.configuration = _plain("configuration", self.configuration)
         self.starts = _plain("starts", self.starts)
@@ -276,9 +275,9 @@ class TransferReport:
     def cell(self, method: str, labels: int) -> dict[int, Result]:
         """Return the results of one method and number of labels by seed; empty where there are none."""
         here = [row for row in self.results if (row.method, row.labels) == (method, labels)]
-        return {row.seed: row for row in sorted(here, key=lambda row: row.seed)}
+        return {row.seed: row for row in here}
 
-    def transferability(self, confidence: float = 0.95) -> list[Comparison]:
+    def transferability(self) -> list[Comparison]:
         r"""Return the gain of every method over training from scratch, and over plain fine-tuning.
 
         .. math:: T = R_\text{scratch} - R_\text{transfer}
@@ -286,123 +285,95 @@ class TransferReport:
         Paired over seeds, since the same seed means the same split. A baseline that is not among
         the results has no comparisons; one that lacks a number of labels or a seed has comparisons
         that say so.
-
-        Args:
-            confidence: Probability that an interval covers the true gain. The intervals are not
-                corrected for their number.
-
-        Raises:
-            ValueError: If ``confidence`` is not between 0 and 1.
         """
-        check_probability(confidence=confidence)
         found = []
         for baseline, (labels, method, _) in product(BASELINES, self.cells()):
-            if baseline not in self.methods or method in ("scratch", baseline):
-                continue
             for measure in self.measures:
-                compared = [self.values(name, labels, measure) for name in (baseline, method)]
-                if measure.higher:  # a risk is one of which less is better
-                    compared.reverse()
-                limit = 1.0 if measure.share else math.inf
-                gain = paired_gain(*compared, confidence=confidence, bounds=(-limit, limit))
-                found.append(Comparison(method, labels, baseline, measure.name, gain))
+                gain = self._gain(method, labels, baseline, measure)
+                if gain is not None:
+                    found.append(Comparison(method, labels, baseline, measure.name, gain))
         return found
+
+    def _gain(self, method: str, labels: int, baseline: str, measure: Measure) -> Interval | None:
+        if baseline not in self.methods or method in ("scratch", baseline):
+            return None
+        compared = [self.values(name, labels, measure) for name in (baseline, method)]
+        if measure.higher:  # a risk is one of which less is better
+            compared.reverse()
+        limit = 1.0 if measure.share else math.inf
+        return paired_gain(*compared, confidence=self.confidence, bounds=(-limit, limit))
 
     def values(self, method: str, labels: int, measure: Measure) -> dict[int, float]:
         """Return what one of ``measures`` shows, such as the accuracy, by seed."""
         cell = self.cell(method, labels)
         return {seed: row.test[measure.value] for seed, row in cell.items()}
 
-    def summary(
-        self,
-        method: str,
-        labels: int,
-        measure: Measure,
-        confidence: float = 0.95,
-    ) -> Interval:
+    def summary(self, method: str, labels: int, measure: Measure) -> Interval:
         """Return mean and interval over seeds of what one of ``measures`` shows."""
         values = [*self.values(method, labels, measure).values()]
-        return mean_interval(values, confidence=confidence, bounds=measure.bounds)
+        return mean_interval(values, confidence=self.confidence, bounds=measure.bounds)
 
-    def table(self, confidence: float = 0.95) -> list[Values]:
+    def table(self) -> list[Values]:
         """Return one row for each number of labels and method, all with the same columns; what is not known is None.
 
         Means over seeds, with ``_low`` and ``_high`` for the ends of their intervals; gains with
         ``_verdict`` and the ``_reason`` why there is no interval. Accuracies and errors are shares,
         losses and information nats.
         """
-        gains = {}
-        for c in self.transferability(confidence):
-            gains[c.labels, c.method, c.baseline, c.measure] = c.gain
         rows = []
         for labels, method, results in self.cells():
             row: Values = {"labels": labels, "method": method, "seeds": len(results)}
             for measure in self.measures:
-                interval = self.summary(method, labels, measure, confidence)
+                interval = self.summary(method, labels, measure)
                 row |= _columns(measure.value, interval, ENDS)
             for baseline, measure in product(BASELINES, self.measures):
-                gain = gains.get((labels, method, baseline, measure.name))
+                gain = self._gain(method, labels, baseline, measure)
                 row |= _columns(f"over_{baseline}_{measure.name}", gain, VERDICT)
-            for name, (attribute, keys) in MEASURED.items():
+            for name, (attribute, key) in (render.MEASURED | CERTIFIED).items():
                 measured = [getattr(one, attribute) or {} for one in results]
-                for key in keys:
-                    row[f"{name}_{key}"] = _mean(one.get(key) for one in measured)
+                row[name] = _mean(one.get(key) for one in measured)
             row["seconds"] = _mean([sum(one.seconds.values()) or None for one in results])
             rows.append(row)
         return rows
 
-    def to_markdown(
-        self,
-        confidence: float = 0.95,
-        *,
-        figures: Iterable[str] = (),
-    ) -> str:
-        """Return the report as Markdown; ``figures`` are names of PNG files beside it, without the suffix."""
-        return render.to_markdown(self, confidence, figures)
+    def to_markdown(self, picture: str = "") -> str:
+        """Return the report as Markdown, with a picture of this name if there is one."""
+        return render.to_markdown(self, picture)
 
     def __str__(self) -> str:
         return self.to_terminal()
 
-    def to_terminal(self, confidence: float = 0.95) -> str:
+    def to_terminal(self) -> str:
         """Return the main table, and the findings as sentences."""
-        return render.to_terminal(self, confidence)
+        return render.to_terminal(self)
 
-    def figures(self, confidence: float = 0.95) -> dict[str, "Figure"]:
-        """Return the figure by the name of its file; none without matplotlib."""
-        if find_spec("matplotlib") is None:
-            return {}
-        figure, _ = render.plot_accuracy(self, confidence)
-        return {"accuracy": figure}
+    def plot(self) -> tuple["Figure", list["Axes"]]:
+        """Draw what was measured, mean and interval of every method, and return figure and panels."""
+        return render.plot_results(self)
 
-    def save(
-        self,
-        folder: StrPath,
-        *,
-        confidence: float = 0.95,
-    ) -> dict[str, Path]:
-        """Write ``report.json``, ``report.md`` and the figures, each of them whole or not at all.
+    def save(self, folder: StrPath) -> dict[str, Path]:
+        """Write ``report.json``, ``report.md`` and the figure, each of them whole or not at all.
 
         Args:
             folder: Made where missing; files of the same names are replaced.
-            confidence: Probability that an interval covers.
 
         Returns:
-            The written files by name, ``"report.json"`` last; without matplotlib there are no
-            figures.
+            The written files by name, ``"report.json"`` last; without matplotlib there is no
+            figure.
 
         Raises:
             ValueError: If ``folder`` is a file.
         """
         folder = make_folder(folder)
-        figures = self.figures(confidence)
-        for name, figure in figures.items():
-            with atomic_write(folder / f"{name}.png") as file:
-                figure.savefig(file, format="png")
+        picture = PICTURE if find_spec("matplotlib") else ""
+        if picture:
+            with atomic_write(folder / picture) as file:
+                self.plot()[0].savefig(file, format="png")
         with atomic_write(folder / "report.md", "w") as file:
-            file.write(self.to_markdown(confidence, figures=figures))
+            file.write(self.to_markdown(picture))
         write_json(folder / "report.json", asdict(self))
-        names = [*(f"{name}.png" for name in figures), "report.md", "report.json"]
-        return {name: folder / name for name in names}
+        names = [picture, "report.md", "report.json"]
+        return {name: folder / name for name in names if name}
 
     @classmethod
     def load(cls, path: StrPath) -> "TransferReport":
@@ -433,20 +404,20 @@ class TransferReport:
         return json.dumps(asdict(replace(self, results=results)), sort_keys=True)
 
 
-def _columns(
-    name: str,
-    interval: Interval | None,
-    parts: Iterable[str],
-) -> Values:
+def _columns(name: str, interval: Interval | None, parts: Iterable[str]) -> Values:
     found = {f"{name}_{part}": getattr(interval, part, None) for part in parts}
-    return {name: found.pop(f"{name}_mean"), **found}
+    return {name: getattr(interval, "mean", None), **found}
 
 
 def _mean(values: Iterable[Any]) -> float | None:
-    """Mean of those that are known, of which some are a total with its layers."""
-    known = [value for value in values if value is not None]
-    totals = [value["total"] if isinstance(value, dict) else value for value in known]
-    return sum(totals) / len(totals) if totals else None
+    """Mean of those that are known: of totals that stand with their layers, and of the last of several layers."""
+    known = []
+    for value in values:
+        if isinstance(value, dict | list):
+            value = value["total"] if isinstance(value, dict) else value[-1]
+        if value is not None:
+            known.append(value)
+    return fmean(known) if known else None
 
 
 def log_to_wandb(
@@ -456,7 +427,6 @@ def log_to_wandb(
     group: str | None = None,
     mode: Literal["online", "offline"] | None = None,
     folder: StrPath = ".",
-    confidence: float = 0.95,
 ) -> Path:
     """Make a run that holds the table, the figures as images, and the numbers as scalars.
 
@@ -470,7 +440,6 @@ def log_to_wandb(
         mode: ``"online"``, or ``"offline"`` (to look at with ``wandb leet``); what W&B is set to by
             default.
         folder: Folder in which W&B makes its folder ``wandb``.
-        confidence: Probability that an interval covers.
 
     Returns:
         The run's folder.
@@ -483,14 +452,13 @@ def log_to_wandb(
     import wandb
 
     Path(folder).mkdir(parents=True, exist_ok=True)  # or W&B writes to a temporary one
-    rows = report.table(confidence)
+    rows = report.table()
     scalars = {}
     for row in rows:
         for name, value in row.items():
             if name != "labels" and isinstance(value, int | float):
                 scalars[f"{row['method']}/{row['labels']}_labels/{name}"] = value
-    drawn = report.figures(confidence)
-    figures = {f"figures/{name}": figure for name, figure in drawn.items()}
+    figures = {"figures/accuracy": report.plot()[0]} if find_spec("matplotlib") else {}
     cells = [list(row.values()) for row in rows]
     with wandb.init(
         project=project,

@@ -1,11 +1,11 @@
 """Figures show the numbers of the report, whatever is missing in it."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 from lightning_taskinfo.plotting import figure_pixels
-from lightning_taskinfo.transfer.render import plot_accuracy
 from lightning_taskinfo.transfer.report import TransferReport
 from tests.transfer.results import METHODS, minimal, report
 
@@ -17,9 +17,9 @@ def means_drawn(ax):
 
 
 def test_accuracy_has_means_intervals_and_seeds():
-    experiment = report(METHODS[:3], labels=(50,), seeds=3)
-    _, (ax,) = plot_accuracy(experiment, 0.9)
-    table = experiment.table(0.9)
+    experiment = replace(report(METHODS[:3], labels=(50,), seeds=3), confidence=0.9)
+    _, (ax,) = experiment.plot()
+    table = experiment.table()
     assert means_drawn(ax) == pytest.approx(
         {i: 100 * row["accuracy"] for i, row in enumerate(table)}
     )
@@ -38,7 +38,7 @@ def test_accuracy_has_means_intervals_and_seeds():
 
 
 def test_accuracy_with_one_seed_has_no_bars():
-    _, panels = plot_accuracy(report(METHODS[:2], labels=(50, 100), seeds=1), 0.95)
+    _, panels = report(METHODS[:2], labels=(50, 100), seeds=1).plot()
     for ax in panels:
         assert len(means_drawn(ax)) == 2
         assert not [
@@ -49,14 +49,13 @@ def test_accuracy_with_one_seed_has_no_bars():
 
 def test_accuracy_leaves_missing_cells_empty():
     rows = [minimal("scratch", 50, 0, 0.5), minimal("lautum", 100, 0, 0.6)]
-    _, panels = plot_accuracy(TransferReport(rows, {}), 0.95)
+    _, panels = TransferReport(rows, {}).plot()
     assert [means_drawn(ax) for ax in panels] == [{0: pytest.approx(50)}, {1: pytest.approx(60)}]
 
 
-def test_the_report_has_one_figure_and_leaves_none_open():
-    figures = TransferReport([minimal("lautum", 50, 0, 0.5)], {}).figures()
-    assert list(figures) == ["accuracy"]
-    assert figure_pixels(figures["accuracy"]).float().std() > 0
+def test_the_figure_shows_something_and_stays_not_open():
+    figure, _ = TransferReport([minimal("lautum", 50, 0, 0.5)], {}).plot()
+    assert figure_pixels(figure).float().std() > 0
     assert (
         "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
     )

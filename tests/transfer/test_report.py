@@ -10,7 +10,6 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_taskinfo.transfer.render import tables
 from lightning_taskinfo.transfer.report import TransferReport, is_higher_better
 from tests.transfer.results import METHODS, minimal, report, result
 
@@ -25,7 +24,8 @@ def simple(**accuracies):
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_gains_are_scipys_paired_tests(confidence):
     experiment = report(METHODS[:4], labels=(50, 100), seeds=4)
-    comparisons = experiment.transferability(confidence)
+    experiment = replace(experiment, confidence=confidence)
+    comparisons = experiment.transferability()
     assert len(comparisons) == 2 * 2 * (
         3 + 2
     )  # labels, measures; three over scratch and two over standard
@@ -86,7 +86,7 @@ def test_one_sentence_advises(accuracies, said):
 
 def test_the_table_names_the_level_of_its_intervals():
     experiment = simple(scratch=[0.5, 0.6], a=[0.8, 0.91])
-    assert "transfer, 90 % intervals" in experiment.to_terminal(0.9)
+    assert "transfer, 90 % intervals" in replace(experiment, confidence=0.9).to_terminal()
 
 
 def test_without_scratch_there_is_no_gain_over_it():
@@ -100,7 +100,7 @@ def test_without_scratch_there_is_no_gain_over_it():
 def test_without_any_baseline():
     experiment = simple(lautum=[0.7, 0.9])
     assert experiment.transferability() == []
-    assert "there is no baseline among the results" in experiment.to_markdown()
+    assert "There are 0 comparisons here" in experiment.to_markdown()
 
 
 def test_a_baseline_that_lacks_the_cell_is_named():
@@ -156,7 +156,7 @@ def test_markdown_has_the_numbers_and_no_markup_of_others():
     experiment = TransferReport(
         [minimal("a|b_c*", 50, 0, 0.625)], {"fence": "```\n# no"}, "<b>name</b>"
     )
-    text = experiment.to_markdown(figures=["accuracy"])
+    text = experiment.to_markdown("accuracy.png")
     assert "| 50 | a\\|b\\_c\\* | 1 | 62.5 | 1.000 |" in text
     assert text.startswith("# \\<b\\>name\\</b\\>\n")
     assert "(accuracy.png)" in text
@@ -238,14 +238,14 @@ def test_keeps_what_it_was_given():
     [
         (
             {"test": None},
-            "like them: `test` must hold numbers by name, got {}. This is one: {'method': 'lautum'",
+            "like them: `test` must hold numbers by name, got None. This is one: {'method': 'lautum'",
         ),
         ({"test": {"accuracy": 0.5, "loss": "low"}}, "`test` must hold numbers"),
         (
             {"test": {"accuracy": 61.0, "loss": 1.0}},
             "`test` must hold an accuracy between 0 and 1, got 61.0",
         ),
-        ({"source": {"accuracy": True, "loss": 1.0}}, "`source` must hold numbers"),
+        ({"test": {"accuracy": True, "loss": 1.0}}, "`test` must hold numbers"),
         ({"labels": 0}, "`labels` must be at least 1, got 0"),
         ({"labels": 5.0}, "`labels` must be a whole number, got 5.0"),
         ({"accuracy": 0.5}, "`results` must hold results, or dicts like them: "),
@@ -276,7 +276,7 @@ def test_refuses_nothing_and_twice_the_same():
     with pytest.raises(ValueError, match="`configuration` must be a dict, got None"):
         TransferReport([result()], None)
     with pytest.raises(ValueError, match=r"`confidence` must be in \(0, 1\), got 95"):
-        TransferReport([result()], {}).transferability(95)
+        TransferReport([result()], {}, confidence=95)
 
 
 def test_refuses_files_that_are_no_report(tmp_path):
@@ -297,32 +297,19 @@ def test_refuses_a_file_in_place_of_a_folder(tmp_path):
         TransferReport([result()], {}).save(tmp_path / "file")
 
 
-MISSED = "Before fine-tuning: what the features miss"
-
-
-@pytest.mark.parametrize("onset", [[10.0, 20.0, None], None])
-def test_a_prediction_that_nobody_made_has_no_column(onset):
-    overlap = {"layers": ["a"], "outside": [0.5], "standard_error": [0.1], "onset": onset}
-    results = [replace(row, overlap=overlap) for row in report().results]
-    table = tables(TransferReport(results, {}, "name"), 0.95)[MISSED]
-    assert {"predicted to hurt from, labels" in row for row in table} == {onset is not None}
-
-
-@pytest.mark.parametrize(
-    ("middle", "said"), [(20.0, "20 [10, ∞]"), (9000.0, "9,000 [10, ∞], extrapolated far")]
-)
-def test_a_prediction_far_from_the_labels_is_called_extrapolated(middle, said):
-    overlap = {
-        "layers": ["a"],
-        "outside": [0.5],
-        "standard_error": [0.1],
-        "onset": [10.0, middle, None],
-    }
-    made = report()
-    assert max(made.labels) < 900
-    results = [replace(row, overlap=overlap) for row in made.results]
-    table = tables(TransferReport(results, {}, "name"), 0.95)[MISSED]
-    assert {[*row.values()][-1] for row in table} == {said}
+def test_what_was_measured_beside_it_has_a_table_of_its_own():
+    experiment = report(METHODS[:2], seeds=2)
+    text = experiment.to_markdown()
+    row = experiment.table()[1]
+    cells = [row["source_accuracy"], row["information_before"], row["information_after"]]
+    assert f"| 50 | standard | {' | '.join(f'{cell:.4g}' for cell in cells)} |" in text
+    assert row["features_miss"] == 0.6  # of the last layer
+    assert "| 0.6 |" in text
+    for meaning in ("Information in the weights", "Fisher trace", "Features miss"):
+        assert f"**{meaning}.**" in text
+    bare = report(METHODS[:1], measured=False).to_markdown()
+    assert "measured beside it" not in bare
+    assert "Information in the weights" not in bare
 
 
 @pytest.mark.parametrize(
