@@ -1,4 +1,4 @@
-"""Small tables of results: aligned text for ``print``, HTML for notebooks."""
+"""Small tables of results: aligned text for ``print``, and the same in notebooks."""
 
 import json
 from collections.abc import Sequence
@@ -35,13 +35,11 @@ class Tabled:
         return json.dumps(self.to_dict(), **options)
 
     def __str__(self) -> str:
-        columns, rows = self._cells()
-        table = text_table(columns, rows)
-        lines = [table, *self._remarks(), self.reading()]
+        lines = [text_table(*self._cells()), *self._remarks(), self.reading()]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return html_table(*self._cells(), self.reading())
+        return in_notebook(self)
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -63,19 +61,11 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], sentence: str = "") -> str:
-    """Return cells as an HTML table, with a sentence below it.
+def in_notebook(result: Any) -> str:
+    """Return the text of a result as HTML that keeps its columns.
 
     Example:
-        >>> html_table(["layer"], [["a<b"]])
-        '<table><thead><tr><th>layer</th></tr></thead><tbody><tr><td>a&lt;b</td></tr></tbody></table>'
+        >>> in_notebook("a < b")
+        '<pre>a &lt; b</pre>'
     """
-    head = _html_row("th", columns)
-    body = "".join(_html_row("td", row) for row in rows)
-    below = f"<p>{escape(sentence)}</p>" if sentence else ""
-    return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{below}"
-
-
-def _html_row(tag: str, cells: Sequence[str]) -> str:
-    row = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
-    return f"<tr>{row}</tr>"
+    return f"<pre>{escape(str(result))}</pre>"

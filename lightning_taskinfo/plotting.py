@@ -201,7 +201,6 @@ def figure_and_axes(
     *,
     size: tuple[float, float] = (5, 3.5),
     frame: bool = True,
-    **subplot: Any,
 ) -> tuple[Any, Any]:
     """Return the given axes with their figure, or those of a new one.
 
@@ -209,12 +208,11 @@ def figure_and_axes(
         ax: Axes to draw on, or ``None``.
         size: Width and height of a new figure, in inches.
         frame: Whether the axes are framed on all four sides.
-        **subplot: How its axes are made, e.g. ``projection="3d"``.
     """
     from matplotlib.figure import Figure
 
     if ax is None:
-        ax = Figure(figsize=size, layout="constrained").add_subplot(**subplot)
+        ax = Figure(figsize=size, layout="constrained").add_subplot()
     if not frame:
         ax.spines[["top", "right"]].set_visible(False)
     return ax.figure, ax

@@ -1,4 +1,4 @@
-"""Results print themselves: a table of their numbers, one sentence of reading, HTML for notebooks, and a picture."""
+"""Results print themselves: a table of their numbers, one sentence of reading, and a picture."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_taskinfo import Prior, certify
-from lightning_taskinfo._tables import html_table, text_table
+from lightning_taskinfo._tables import text_table
 from lightning_taskinfo.tasks import DistanceMatrix, StructureFunction, TaskEmbedding
 from lightning_taskinfo.transfer import FeatureOverlap
 
@@ -41,12 +41,6 @@ def certificate():
     return certify(model, data, prior, draws=10, progress=False)
 
 
-def cells(html):
-    """The cells of the table in a piece of HTML, which must be well-formed."""
-    table = ElementTree.fromstring(f"<div>{html}</div>").find("table")
-    return [[cell.text or "" for cell in row] for row in table.iter("tr")]
-
-
 def test_a_structure_function_shows_every_beta_and_its_two_numbers():
     lines = str(CURVE).splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["β", "10", "1", "0.1"]
@@ -54,7 +48,6 @@ def test_a_structure_function_shows_every_beta_and_its_two_numbers():
     # 120 + 1 · 40 = 160 and 20 + 1 · 90 = 110 nats: the least of all points is the code length
     assert "has 110 nats, the labels alone 230." in lines[-1]
     assert f"less than {CURVE.critical_beta():.3g} nats" in lines[-1]
-    assert cells(CURVE._repr_html_())[3] == ["0.1", "90.0", "20.0 ± 1.0", "0.200"]
 
 
 def test_a_structure_function_says_less_where_less_is_known():
@@ -70,7 +63,6 @@ def test_a_distance_matrix_shows_all_pairs_and_names_the_nearest():
     assert lines[2].split("  ")[0] == "b"
     assert lines[2].endswith("8 ± 1   1 ± 1  41 ± 1")
     assert lines[-1].endswith("knows a needs the fewest further nats for b: 6 ± 1.")
-    assert cells(matrix()._repr_html_())[1] == ["a", "1 ± 1", "6 ± 1", "31 ± 1"]
 
 
 def test_a_distance_matrix_of_one_seed_has_no_errors():
@@ -85,11 +77,6 @@ def test_an_embedding_shows_its_layers_and_names_the_largest():
         lines[-1]
         == "sign depends most on 2.weight, with 75% of the norm 12. Its head has a test error of 12.5%."
     )
-    assert cells(EMBEDDING._repr_html_()) == [
-        ["layer", "filters", "norm"],
-        ["0.weight", "2", "3"],
-        ["2.weight", "1", "9"],
-    ]
     _, ax = EMBEDDING.plot()
     assert [bar.get_width() for bar in ax.patches] == [3.0, 9.0]
 
@@ -112,13 +99,17 @@ def test_an_overlap_shows_every_layer_and_names_the_one_that_misses_least():
     assert (
         "of head miss the least: 20.0 % of the labels' variance (standard error 5.0)" in lines[-1]
     )
-    assert cells(OVERLAP._repr_html_())[2] == ["head", "0.200", "0.050"]
 
 
-def test_tables_escape_and_align():
+@pytest.mark.parametrize("result", [CURVE, EMBEDDING, matrix(), OVERLAP], ids=type)
+def test_a_notebook_shows_the_text_that_is_printed(result):
+    shown = ElementTree.fromstring(result._repr_html_())
+    assert (shown.tag, shown.text) == ("pre", str(result))
+
+
+def test_tables_align():
     assert text_table(["a", "b"], [["x", "1"], ["long", "12.5"]]).splitlines() == [
         "a        b",
         "x        1",
         "long  12.5",
     ]
-    assert cells(html_table(["a"], [["<b>&"]], "1 < 2")) == [["a"], ["<b>&"]]
