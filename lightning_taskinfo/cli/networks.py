@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,6 @@ def rank(
     seed: int = 0,
     out: Path = Path("ranking.json"),
     picture: Path | None = None,
-    project: str | None = None,
     **options: Any,
 ) -> str:
     """Rank checkpoints as starts for a target by linear read-outs of their frozen features; nothing is trained.
@@ -136,7 +134,6 @@ def rank(
         seed: Seed of the labels' draw and of fresh weights.
         out: Where the ranking is written, as JSON.
         picture: Where the read-outs are drawn, if anywhere.
-        project: Also log figure and table to this project of Weights & Biases.
         **options: Arguments of :func:`lightning_taskinfo.rank_starts`.
 
     Returns:
@@ -165,11 +162,6 @@ def rank(
     ranking.save(out)
     if picture is not None:
         draw(picture, ranking.plot())
-    if project:
-        import wandb
-
-        with wandb.init(project=project, config={"starts": list(starts)}) as run:
-            ranking.log(run)
     return f"{ranking}\n{out}"
 
 
@@ -190,7 +182,6 @@ def transfer(
     folder: Path = Path("runs/transfer"),
     logger: LoggerKind = "csv",
     workers: int | None = None,
-    dask: str | None = None,
     **options: Any,
 ) -> str:
     """Train on a few target labels from every start and from scratch, and report which start helps.
@@ -212,8 +203,6 @@ def transfer(
         logger: Where each run logs its metrics.
         workers: Processes that share the work; as many as there are cores where not given, 0 for
             none.
-        dask: Address of a Dask scheduler whose workers share the work, on several machines; they
-            need the folder of --folder as well, and one thread each.
         **options: Arguments of :func:`lightning_taskinfo.transfer`.
 
     Returns:
@@ -234,22 +223,9 @@ def transfer(
         samples = _source_and_target(data) if isinstance(data, str) else data
     elif isinstance(data, str):
         samples = load_task(data)
-    connection: Any = nullcontext()
-    if dask is not None:
-        from distributed import Client
-
-        connection = Client(dask)
-    with connection as client:
-        executor = None if client is None else client.get_executor()
-        report = run_transfer(
-            trained,
-            samples,
-            folder=folder,
-            logger=logger,
-            executor=executor,
-            workers=workers,
-            **options,
-        )
+    report = run_transfer(
+        trained, samples, folder=folder, logger=logger, workers=workers, **options
+    )
     files = report.save(folder / "report")
     lines = [report.to_terminal(), "", f"Report:      {files['report.md']}"]
     if logger.startswith("wandb"):

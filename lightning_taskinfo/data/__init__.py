@@ -1,12 +1,11 @@
 """Real data without a download: digits, letters, and your own npz files."""
 
 from lightning_taskinfo.data.arrays import ArrayData, load_npz, save_npz
-from lightning_taskinfo.data.embedded import Jitter, load_digits, load_letters
+from lightning_taskinfo.data.embedded import load_digits, load_letters
 from lightning_taskinfo.data.names import load_dataset, load_task, vary
 
 __all__ = [
     "ArrayData",
-    "Jitter",
     "load_dataset",
     "load_digits",
     "load_letters",

@@ -141,10 +141,9 @@ class ArrayData:
             )
 
     @property
-    def image_shape(self) -> tuple[int, int, int]:
+    def image_shape(self) -> tuple[int, ...]:
         """Channels, height and width of one image."""
-        _, channels, height, width = self.x_train.shape
-        return channels, height, width
+        return self.x_train.shape[1:]
 
     def train(self) -> TensorDataset:
         """Return the training split as float32 images in ``[0, 1]`` with their classes."""

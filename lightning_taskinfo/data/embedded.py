@@ -1,9 +1,8 @@
 """Data that need no download: real digits, and the letters A to J drawn from the fonts that matplotlib carries."""
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -90,29 +89,17 @@ def _digits(size: int) -> tuple[Images, Labels]:
     return images.reshape(-1, 1, size, size), labels.astype(np.int64)
 
 
-@dataclass(frozen=True)
-class Jitter:
-    """How far one drawing of a letter may differ from the next; lengths are shares of the image's side.
+class Jitter(NamedTuple):
+    """How far one drawing of a letter may differ from the next; lengths are shares of the image's side."""
 
-    Args:
-        rotation: Largest turn to either side, in degrees.
-        scale: Smallest and largest height or width, whichever is the longer, of a letter.
-        shift: Largest shift along either axis.
-        stroke: Smallest and largest change of the stroke's width; below zero the letter gets
-            thinner.
-        noise: Standard deviation of the grey values' noise, where black is 0 and white is 1.
+    rotation: float = 12.0  # largest turn to either side, in degrees
+    scale: tuple[float, float] = (0.6, 0.85)  # of the longer of height and width
+    shift: float = 0.07  # largest one along either axis
+    stroke: tuple[float, float] = (-0.01, 0.05)  # change of its width; below zero it gets thinner
+    noise: float = 0.05  # standard deviation of grey values, where black is 0 and white is 1
 
-    Example:
-        >>> upright = Jitter(rotation=0.0, noise=0.0)
-        >>> load_letters(size=12, train_size=10, test_size=10, jitter=upright).image_shape
-        (1, 12, 12)
-    """
 
-    rotation: float = 12.0
-    scale: tuple[float, float] = (0.6, 0.85)
-    shift: float = 0.07
-    stroke: tuple[float, float] = (-0.01, 0.05)
-    noise: float = 0.05
+JITTER = Jitter()
 
 
 def load_letters(
@@ -120,7 +107,6 @@ def load_letters(
     size: int = 28,
     train_size: int = 4000,
     test_size: int = 1000,
-    jitter: Jitter | None = None,
     seed: int = 0,
 ) -> ArrayData:
     """Return the letters A–J (classes 0–9) in 22 faces, white on black, each drawing turned, scaled and shifted anew.
@@ -131,7 +117,6 @@ def load_letters(
         size: Height and width of an image.
         train_size: Number of training images, spread evenly over the letters.
         test_size: Number of test images, spread evenly over the letters.
-        jitter: How far drawings differ; the defaults of :class:`Jitter` where not given.
         seed: Seed of every random choice; the two splits draw from streams of their own.
 
     Raises:
@@ -149,21 +134,16 @@ def load_letters(
             raise ValueError(f"`{argument}` must be at least {len(LETTERS)}, got {value}.")
     streams = np.random.SeedSequence(seed).spawn(2)
     train, test = (np.random.default_rng(stream) for stream in streams)
-    jitter = jitter or Jitter()
     return ArrayData(
-        *_draw(TRAIN_FACES, train_size, size, jitter, train),
-        *_draw(TEST_FACES, test_size, size, jitter, test),
+        *_draw(TRAIN_FACES, train_size, size, train),
+        *_draw(TEST_FACES, test_size, size, test),
         name=f"letters {size}×{size}",
         num_classes=len(LETTERS),
     )
 
 
 def _draw(
-    faces: tuple[str, ...],
-    count: int,
-    size: int,
-    jitter: Jitter,
-    rng: np.random.Generator,
+    faces: tuple[str, ...], count: int, size: int, rng: np.random.Generator
 ) -> tuple[Images, Labels]:
     """Draw ``count`` letters: images ``[N, 1, H, W]`` and classes ``[N]``."""
     from matplotlib.backends.backend_agg import RendererAgg
@@ -172,11 +152,11 @@ def _draw(
     outlines = [[_outline(face, letter) for letter in LETTERS] for face in faces]
     labels = rng.permutation(np.arange(count) % len(LETTERS))
     chosen = rng.integers(len(faces), size=count)
-    angle = rng.uniform(-jitter.rotation, jitter.rotation, count)
-    scale = size * rng.uniform(*jitter.scale, count)
-    shift = rng.uniform(-jitter.shift, jitter.shift, (count, 2))
+    angle = rng.uniform(-JITTER.rotation, JITTER.rotation, count)
+    scale = size * rng.uniform(*JITTER.scale, count)
+    shift = rng.uniform(-JITTER.shift, JITTER.shift, (count, 2))
     centre = size * (0.5 + shift)
-    stroke = size * rng.uniform(*jitter.stroke, count)
+    stroke = size * rng.uniform(*JITTER.stroke, count)
     # At 72 dpi a point, the unit of line widths, is a pixel.
     renderer = RendererAgg(size, size, 72)
     drawn = []
@@ -185,7 +165,7 @@ def _draw(
         to_pixels = Affine2D().rotate_deg(angle[i]).scale(scale[i]).translate(*centre[i])
         drawn.append(_rendered(renderer, outline, to_pixels, stroke[i]))
     images = np.stack(drawn)  # [N, H, W]
-    noisy = images + rng.normal(scale=255 * jitter.noise, size=images.shape)
+    noisy = images + rng.normal(scale=255 * JITTER.noise, size=images.shape)
     whole = noisy.round().clip(0, 255).astype(np.uint8)
     return whole[:, None], labels
 

@@ -98,6 +98,12 @@ def findings(report: "TransferReport") -> list[str]:
     for labels, method, results in report.cells():
         certificates = _measured(results, "certificate")
         lines += [f"{labels} labels, {method}, {text}." for text in _certified(certificates)]
+    if certificates := _measured(report.results, "certificate"):
+        sure = min(one["confidence"] for one in certificates)
+        trusted = _joined(certificates, "assumptions")
+        lines.append(
+            f"Each bound holds with a probability of {sure:.2f}, if this is true: {trusted}."
+        )
     lines += [f"Start {name}: {origin}." for name, origin in report.starts.items()]
     if "scratch" not in report.methods:
         lines.append(
@@ -155,72 +161,30 @@ def _advice(over_scratch: Sequence["Comparison"], measure: "Measure") -> str:
     return "; ".join(said)
 
 
-def notes(report: "TransferReport") -> Row:
-    """What each number means, by term: only of what the report shows."""
-    certificates = _measured(report.results, "certificate")
-    risks = [f"{one.name} ({one.unit})".removesuffix(" ()") for one in report.measures]
-    values = {
-        "level": f"{100 * report.confidence:g}",
-        "wrong": f"{100 * (1 - report.confidence):.2g}",
-        "risks": " or ".join(risks),
-        "comparisons": len(report.transferability()),
-        "sure": min((one["confidence"] for one in certificates), default=0.0),
-        "trusted": _joined(certificates, "assumptions"),
-    }
-    said = {}
-    for term, (name, text) in MEANINGS.items():
-        if _measured(report.results, name):
-            said[term] = text.format(**values)
-    return said
-
-
-MEANINGS = {  # by term: attribute of a result that has to be there, and what it means
-    "Intervals": (
-        "test",
-        """Student's t intervals at {level} % over seeds, for normally distributed values. They say how sure the \
-mean over seeds is, not how far one more run may lie from it; with two or three seeds they are wide. Seeds that all \
-gave the same have no interval. One seed has no interval, and no verdict rests on it.""",
-    ),
-    "Gains": (
-        "test",
-        """T = R(baseline) − R(method), the risk R on the target test set as {risks}, from differences between runs \
-of the same seed, which share their split. Positive is better. Over scratch: does transfer help at all? Over \
-standard: does the method add anything to plain fine-tuning? Without a baseline among the results there are none.""",
-    ),
-    "Helps, hurts, cannot tell": (
-        "test",
-        """Where the interval of the gain lies: above 0, below 0, or neither. “Cannot tell” does not mean that there \
-is no difference. There are {comparisons} comparisons here, and the intervals are not corrected for their number: of \
-comparisons without any true difference, about {wrong} % are still called one way or the other.""",
-    ),
-    "Information in the weights": (
-        "information",
-        """An estimate in nats: the KL divergence of a Gaussian around the trained weights, as wide as the curvature \
-of the loss allows, from the pre-distribution of the configuration. Before and after are measured from the \
-initialisation, added from the pretrained weights, so that added is not after minus before. It depends on the width \
-of the pre-distribution and on the data it is measured on: compare it between networks of one report, not across \
-reports. It certifies nothing.""",
-    ),
-    "Fisher trace": (
-        "fisher_trace",
-        """Mean over samples of the squared gradient norm of the log-likelihood: how sharply the predictions depend \
-on the weights. It is no measure of quality.""",
-    ),
-    "What can be certified": (
-        "certificate",
-        """Upper bounds on the true error. Each bound of a seed holds by itself with a probability of at least \
-{sure:.2f}; of several, the one that was picked for being the smallest does not. Randomised: a network whose weights \
-are drawn anew for every prediction, by PAC-Bayes with the start's weights as the prior's centre, where frozen \
-weights cost nothing and a fresh head has its random centre. The network itself: the same, and how often the two \
-disagree on inputs that served nothing else. By test labels: the binomial bound on the test set. Could not be \
-checked: {trusted}.""",
-    ),
-    "Features miss": (
-        "overlap",
-        """Share of the target labels' variance that a linear read-out of the frozen features of the last layer \
-leaves unexplained on held-out samples, before fine-tuning.""",
-    ),
-}
+MEANING = """\
+- **Intervals.** Student's t intervals over seeds, for normally distributed values. They say how sure the mean over \
+seeds is, not how far one more run may lie from it; with two or three seeds they are wide. Seeds that all gave the \
+same have no interval. One seed has no interval, and no verdict rests on it.
+- **Gains.** T = R(baseline) − R(method), the risk R on the target test set, from differences between runs of the \
+same seed, which share their split. Positive is better. Over scratch: does transfer help at all? Over standard: does \
+the method add anything to plain fine-tuning? Without a baseline among the results there are none.
+- **Helps, hurts, cannot tell.** Where the interval of the gain lies: above 0, below 0, or neither. “Cannot tell” \
+does not mean that there is no difference. The intervals are not corrected for their number: of comparisons without \
+any true difference, a share is still called one way or the other.
+- **Information in the weights.** An estimate in nats: the KL divergence of a Gaussian around the trained weights, as \
+wide as the curvature of the loss allows, from the pre-distribution of the configuration. Before and after are \
+measured from the initialisation, added from the pretrained weights, so that added is not after minus before. It \
+depends on the width of the pre-distribution and on the data it is measured on: compare it between networks of one \
+report, not across reports. It certifies nothing.
+- **Fisher trace.** Mean over samples of the squared gradient norm of the log-likelihood: how sharply the predictions \
+depend on the weights. It is no measure of quality.
+- **Features miss.** Share of the target labels' variance that a linear read-out of the frozen features of the last \
+layer leaves unexplained on held-out samples, before fine-tuning.
+- **Certified.** Upper bounds on the true error. Each bound of a seed holds by itself; of several, the one that was \
+picked for being the smallest does not. Randomised: a network whose weights are drawn anew for every prediction, by \
+PAC-Bayes with the start's weights as the prior's centre, where frozen weights cost nothing and a fresh head has its \
+random centre. The network itself: the same, and how often the two disagree on inputs that served nothing else. By \
+test labels: the binomial bound on the test set."""
 
 
 # Text and Markdown
@@ -228,7 +192,6 @@ leaves unexplained on held-out samples, before fine-tuning.""",
 
 def to_markdown(report: "TransferReport", picture: str) -> str:
     """The whole report, with the figure as a file beside it."""
-    said = notes(report).items()
     parts = [
         f"# {_escaped(report.name)}",
         "\n".join(f"- {_escaped(line)}" for line in findings(report)),
@@ -240,8 +203,7 @@ def to_markdown(report: "TransferReport", picture: str) -> str:
         parts += ["## What was measured beside it, means over seeds", _markdown(held)]
     configuration = json.dumps(report.configuration, indent=1, ensure_ascii=False)
     parts += [
-        "## What the numbers mean, and what not",
-        "\n".join(f"- **{term}.** {_escaped(text)}" for term, text in said),
+        f"## What the numbers mean, and what not\n\n{MEANING}",
         f"## Configuration\n\n```json\n{configuration}\n```\n",
     ]
     return "\n\n".join(parts)

@@ -238,7 +238,6 @@ class TransferReport:
         check_probability(confidence=self.confidence)
         self.results = _checked(self.results)
         self.configuration = _plain("configuration", self.configuration)
-        self.starts = _plain("starts", self.starts)
 
     @property
     def methods(self) -> list[str]:

@@ -106,9 +106,6 @@ NOT_RUN = {  # command -> why no test runs it
     'pip install ".[examples]"': "the same",
     "python benchmarks/evidence/critical_period.py --short": "half a minute; `make evidence` runs it",
     "make demo": "makes an environment; tests/test_examples.py runs the script behind it",
-    'taskinfo transfer --data "digits→letters" --seeds 10 --dask tcp://scheduler:8786 --folder /shared/letters': (
-        "needs other machines; the page's Python runs on a local cluster"
-    ),
     "wandb sweep sweep.yaml": "needs an account; what an agent would run is checked in test_code_blocks.py",
     "wandb agent SWEEP_ID": "the same",
     "wandb sync wandb/latest-run": "needs an account",

@@ -267,7 +267,7 @@ FIT = "must be made from its arguments, but mine."
         ([*RANK, *NET, DATA, "--data.size=3"], "unrecognized arguments: --data.size=3"),
         ([*RANK, *NET, "--data=mine.Broken"], "`data` must have a train_dataloader, but Broken's failed (KeyErr"),
         ([*RANK, *NET, "--data=mine.Net", "--data.width=3"], "`data` must make a DataModule, got Net from mine.Net."),
-        ([*CERTIFY, DATA, "--part=val"], "`data` must have a val_dataloader, got Data without."),
+        ([*CERTIFY, DATA, "--part=val"], "`data` must have a val_dataloader, but Data's failed ("),
         ([*CERTIFY, "--data=digits", "--part=val"], "`data` must be a data module to have a part 'val', got 'd"),
         ([*CERTIFY, DATA, "--prior.center=other.ckpt"], "`center` must hold `net.0.weight` with shape (6, 4), got"),
         ([*CERTIFY, DATA, "--prior.center=gone.ckpt"], "`center` must be the file of a Lightning checkpoint or"),

@@ -8,10 +8,16 @@ import pytest
 from matplotlib.ft2font import FT2Font
 from sklearn.neighbors import KNeighborsClassifier
 
-from lightning_taskinfo.data import Jitter, load_letters
-from lightning_taskinfo.data.embedded import LETTERS, TEST_FACES, TRAIN_FACES
+from lightning_taskinfo.data import embedded, load_letters
+from lightning_taskinfo.data.embedded import LETTERS, TEST_FACES, TRAIN_FACES, Jitter
 
 STILL = Jitter(rotation=0, scale=(0.7, 0.7), shift=0, stroke=(0, 0), noise=0)
+
+
+def drawn(jitter, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedded, "JITTER", jitter)
+        return load_letters(**options)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,7 @@ def test_no_two_drawings_are_alike(letters):
 
 
 def test_without_jitter_a_face_draws_a_letter_in_one_way():
-    still = load_letters(train_size=400, test_size=400, jitter=STILL)
+    still = drawn(STILL, train_size=400, test_size=400)
     for x, y, faces in (
         (still.x_train, still.y_train, TRAIN_FACES),
         (still.x_test, still.y_test, TEST_FACES),
@@ -64,7 +70,7 @@ def test_without_jitter_a_face_draws_a_letter_in_one_way():
 
 @pytest.mark.parametrize("size", [14, 28, 40])
 def test_a_letter_lies_centred_in_a_box_of_its_scale(size):
-    still = load_letters(size=size, train_size=200, test_size=10, jitter=STILL)
+    still = drawn(STILL, size=size, train_size=200, test_size=10)
     for image in still.x_train:
         _, centre, box = moments(image)
         assert abs(max(box) - 0.7 * size) <= 2  # one pixel at either end is covered in part
@@ -72,7 +78,7 @@ def test_a_letter_lies_centred_in_a_box_of_its_scale(size):
 
 
 def test_stands_upright_and_reads_from_left_to_right():
-    still = load_letters(train_size=400, test_size=10, jitter=STILL)
+    still = drawn(STILL, train_size=400, test_size=10)
     for letter, heavier in {
         "F": np.s_[:14, :],
         "E": np.s_[:, :14],
@@ -86,18 +92,14 @@ def test_stands_upright_and_reads_from_left_to_right():
 @pytest.mark.parametrize(("stroke", "sign"), [(0.04, 1), (-0.02, -1)])
 def test_stroke_thickens_and_thins(stroke, sign):
     jitter = Jitter(rotation=0, scale=(0.7, 0.7), shift=0, stroke=(stroke, stroke), noise=0)
-    grey = [
-        load_letters(train_size=100, test_size=10, jitter=j).x_train.astype(float)
-        for j in (STILL, jitter)
-    ]
+    grey = [drawn(j, train_size=100, test_size=10).x_train.astype(float) for j in (STILL, jitter)]
     assert (sign * (grey[1] - grey[0]).sum((1, 2, 3)) > 0).all()
 
 
 def test_noise_has_the_given_standard_deviation():
     jitter = Jitter(rotation=0, scale=(0.7, 0.7), shift=0, stroke=(0, 0), noise=0.05)
     quiet, noisy = (
-        load_letters(train_size=100, test_size=10, jitter=j).x_train.astype(float)
-        for j in (STILL, jitter)
+        drawn(j, train_size=100, test_size=10).x_train.astype(float) for j in (STILL, jitter)
     )
     grey = (quiet > 60) & (quiet < 195)  # far from the ends, where nothing is clipped
     deviation = (noisy - quiet)[grey] / 255
@@ -107,16 +109,13 @@ def test_noise_has_the_given_standard_deviation():
 def test_rotation_and_shift_stay_within_their_bounds():
     shifted = Jitter(rotation=0, scale=(0.5, 0.5), shift=0.1, stroke=(0, 0), noise=0)
     centres = np.array(
-        [
-            moments(image)[1]
-            for image in load_letters(train_size=300, test_size=10, jitter=shifted).x_train
-        ]
+        [moments(image)[1] for image in drawn(shifted, train_size=300, test_size=10).x_train]
     )
     assert np.abs(centres - 13.5).max() < 2.8 + 1  # 0.1 · 28, and a pixel covered in part
     assert (centres.min(0) < 11.5).all()
     assert (centres.max(0) > 15.5).all()
     turned = Jitter(rotation=90, scale=(0.5, 0.5), shift=0, stroke=(0, 0), noise=0)
-    data = load_letters(train_size=300, test_size=10, jitter=turned)
+    data = drawn(turned, train_size=300, test_size=10)
     heights, widths = np.array(
         [moments(x)[2] for x in data.x_train[data.y_train == LETTERS.index("I")]]
     ).T

@@ -108,7 +108,7 @@ def test_the_report_shows_them_and_what_could_not_be_checked(reference, tmp_path
     bound = report.cell("four, linear", LABELS)[0].certificate["network"]
     up = f"{math.ceil(1000 * bound) / 10:.1f}"  # never less than was proved
     text = files["report.md"].read_text()
-    assert "What can be certified" in text
+    assert "Each bound holds with a probability of" in text
     assert up in text
     assert "pretrained on other samples" in text
     assert f"{up} % (the network itself)" in report.to_terminal()

@@ -100,7 +100,7 @@ def test_without_scratch_there_is_no_gain_over_it():
 def test_without_any_baseline():
     experiment = simple(lautum=[0.7, 0.9])
     assert experiment.transferability() == []
-    assert "There are 0 comparisons here" in experiment.to_markdown()
+    assert "gain over" not in experiment.to_markdown()
 
 
 def test_a_baseline_that_lacks_the_cell_is_named():
@@ -305,11 +305,7 @@ def test_what_was_measured_beside_it_has_a_table_of_its_own():
     assert f"| 50 | standard | {' | '.join(f'{cell:.4g}' for cell in cells)} |" in text
     assert row["features_miss"] == 0.6  # of the last layer
     assert "| 0.6 |" in text
-    for meaning in ("Information in the weights", "Fisher trace", "Features miss"):
-        assert f"**{meaning}.**" in text
-    bare = report(METHODS[:1], measured=False).to_markdown()
-    assert "measured beside it" not in bare
-    assert "Information in the weights" not in bare
+    assert "measured beside it" not in report(METHODS[:1], measured=False).to_markdown()
 
 
 @pytest.mark.parametrize(
