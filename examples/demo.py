@@ -364,7 +364,7 @@ def kept(path: Path, compute: Callable[[], Any]) -> Any:
 
 
 def gains(report: TransferReport) -> list[dict[str, Any]]:
-    """The report's gains in the error, in points, with intervals over seeds and a verdict."""
+    """The report's gains in accuracy, in points, with intervals over seeds and a verdict."""
     return [
         {
             "method": row.method,
@@ -373,7 +373,7 @@ def gains(report: TransferReport) -> list[dict[str, Any]]:
             "verdict": row.verdict,
         }
         for row in report.transferability()
-        if row.measure.endswith("error")
+        if row.measure in ("accuracy", "error")
     ]
 
 

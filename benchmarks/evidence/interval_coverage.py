@@ -178,7 +178,7 @@ def covered(settings: Row, g: Generator) -> Row:
                 test = {"accuracy": min(1.0, max(0.0, 1 - value)), "loss": 1.0}
                 results.append({"method": method, "labels": 50, "seed": seed, "test": test})
         compared = TransferReport(results, {}).transferability()
-        (gain,) = (c.gain for c in compared if c.measure == "error")
+        (gain,) = (c.gain for c in compared if c.measure == "accuracy")
         if gain.low is None or gain.high is None:
             found["none"] += 1
             continue

@@ -39,8 +39,8 @@ def main_table(report: "TransferReport", measures: Sequence["Measure"]) -> list[
     for row in report.table():
         cells = {key: f"{row[key]}" for key in ("labels", "method", "seeds")}
         for measure in measures:
-            title = f"{measure.value}, {'%' if measure.share else measure.unit}"
-            cells[title.removesuffix(", ")] = _estimate(row, measure.value, measure)
+            title = f"{measure.name}, {'%' if measure.share else measure.unit}"
+            cells[title.removesuffix(", ")] = _estimate(row, measure.name, measure)
         for baseline, measure in product(("scratch", "standard"), measures):
             title = f"gain over {baseline}: {measure.name}, {measure.unit}".removesuffix(", ")
             cells[title] = _estimate(row, f"over_{baseline}_{measure.name}", measure, "+")
@@ -262,6 +262,6 @@ def plot_results(report: "TransferReport") -> tuple["Figure", list["Axes"]]:
                 ax.axvline(ends[place][1], color="0.5", linestyle=":", zorder=0)
         plot_intervals(report.methods, *zip(*ends, strict=True), xlabel="", ax=ax)
         ax.set_title(f"{labels} target labels", fontsize="medium")
-    figure.supxlabel(f"{measure.value} on the target test set{', %' * measure.share}")
+    figure.supxlabel(f"{measure.name} on the target test set{', %' * measure.share}")
     figure.suptitle(f"mean and {100 * report.confidence:g} % interval; short strokes: seeds")
     return figure, [*panels]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 BASELINES = ("scratch", "standard")
 PICTURE = "accuracy.png"
-SHARES = "acc|err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if all their values are
+SHARES = "acc|(?<!squared )err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if all their values are
 HIGHER = "acc|auc|auroc|f1|precision|recall|r2"  # in names of metrics of which more is better
 LOWER = "err|loss|mse|mae|nll|perplexity"  # and of which less is better
 ENDS = ("low", "high")  # columns of an interval beside its mean
@@ -120,21 +120,22 @@ def _checked(results: Iterable[Result | Mapping[str, Any]]) -> list[Result]:
 
 @dataclass(frozen=True)
 class Measure:
-    """What methods are compared by.
+    """A number of the results that methods are compared by.
 
     Attributes:
-        name: Name of the gain: ``"error"``, ``"loss"``, or that of a metric.
-        value: Name of the number that is shown beside it, in ``test``: the accuracy for the error.
-        unit: Unit of the gain.
+        name: Its name: ``"accuracy"``, ``"loss"``, or that of a metric.
         share: Whether it is a share, shown in percent.
         higher: Whether higher values are better.
     """
 
     name: str
-    value: str
-    unit: str
-    share: bool = False
-    higher: bool = False
+    share: bool
+    higher: bool
+
+    @property
+    def unit(self) -> str:
+        """Unit of its differences."""
+        return "points" if self.share else "nats" * (self.name == "loss")
 
     @property
     def scale(self) -> float:
@@ -146,7 +147,7 @@ class Measure:
         """Smallest and largest value that can be at all."""
         if self.share:
             return 0.0, 1.0
-        return 0.0 if self.value == "loss" else -math.inf, math.inf
+        return 0.0 if self.name == "loss" else -math.inf, math.inf
 
 
 def is_higher_better(metric: str, mode: Literal["min", "max"] | None) -> bool:
@@ -168,12 +169,6 @@ def is_higher_better(metric: str, mode: Literal["min", "max"] | None) -> bool:
     return mode == "max"
 
 
-CLASSIFIED = (
-    Measure("error", "accuracy", "points", share=True, higher=True),
-    Measure("loss", "loss", "nats"),
-)
-
-
 @dataclass(frozen=True)
 class Comparison:
     r"""The gain :math:`T = R_\text{baseline} - R_\text{method}` on the target test set; positive is better.
@@ -182,7 +177,7 @@ class Comparison:
         method: What is compared.
         labels: Number of target labels that both had.
         baseline: ``"scratch"``, or ``"standard"`` (plain fine-tuning).
-        measure: ``"error"`` (a share of the samples), ``"loss"`` (nats), or the name of a metric.
+        measure: ``"accuracy"`` (a share of the samples), ``"loss"`` (nats), or the name of a metric.
         gain: Mean over the seeds that both have, with its interval.
     """
 
@@ -251,19 +246,16 @@ class TransferReport:
         return sorted({row.labels for row in self.results})
 
     @property
-    def measures(self) -> tuple[Measure, ...]:
-        """What methods are compared by: error and loss of classifiers, or the metric that the results have."""
-        names = self.results[0].test
-        if {*names} >= {"accuracy", "loss"}:
-            return CLASSIFIED
+    def measures(self) -> list[Measure]:
+        """What methods are compared by: the numbers that the results have."""
         found = []
-        for name in names:
+        for name in self.results[0].test:
             values = [row.test[name] for row in self.results]
             inside = all(0 <= value <= 1 for value in values if math.isfinite(value))
             share = inside and bool(re.search(SHARES, name.lower()))
             higher = is_higher_better(name, self.configuration.get("mode"))
-            found.append(Measure(name, name, "points" if share else "", share, higher))
-        return tuple(found)
+            found.append(Measure(name, share, higher))
+        return found
 
     def cells(self) -> Iterator[tuple[int, str, list[Result]]]:
         """Yield number of labels, method and results of all seeds, where there are some."""
@@ -305,7 +297,7 @@ class TransferReport:
     def values(self, method: str, labels: int, measure: Measure) -> dict[int, float]:
         """Return what one of ``measures`` shows, such as the accuracy, by seed."""
         cell = self.cell(method, labels)
-        return {seed: row.test[measure.value] for seed, row in cell.items()}
+        return {seed: row.test[measure.name] for seed, row in cell.items()}
 
     def summary(self, method: str, labels: int, measure: Measure) -> Interval:
         """Return mean and interval over seeds of what one of ``measures`` shows."""
@@ -324,7 +316,7 @@ class TransferReport:
             row: Values = {"labels": labels, "method": method, "seeds": len(results)}
             for measure in self.measures:
                 interval = self.summary(method, labels, measure)
-                row |= _columns(measure.value, interval, ENDS)
+                row |= _columns(measure.name, interval, ENDS)
             for baseline, measure in product(BASELINES, self.measures):
                 gain = self._gain(method, labels, baseline, measure)
                 row |= _columns(f"over_{baseline}_{measure.name}", gain, VERDICT)

@@ -35,7 +35,7 @@ def test_gains_are_scipys_paired_tests(confidence):
             for name in (c.baseline, c.method)
         ]
         risks = [
-            [1 - t["accuracy"] if c.measure == "error" else t["loss"] for t in rows]
+            [1 - t["accuracy"] if c.measure == "accuracy" else t["loss"] for t in rows]
             for rows in tests
         ]
         expected = stats.ttest_rel(*risks).confidence_interval(confidence)
@@ -52,7 +52,7 @@ def test_words():
     experiment = simple(
         scratch=[0.5, 0.6, 0.7], a=[0.8, 0.9, 0.99], b=[0.3, 0.41, 0.5], c=[0.4, 0.6, 0.9]
     )
-    words = {c.method: c.verdict for c in experiment.transferability() if c.measure == "error"}
+    words = {c.method: c.verdict for c in experiment.transferability() if c.measure == "accuracy"}
     assert words == {"a": "helps", "b": "hurts", "c": "cannot tell"}
 
 
@@ -143,8 +143,8 @@ def test_table_has_one_row_a_cell_and_the_same_columns_everywhere():
     }.items():
         assert row[key] == pytest.approx(sum(map(value, cell)) / 2), key
     assert table[0]["information_before"] is None  # from scratch
-    assert table[0]["over_scratch_error"] is None
-    assert row["over_standard_error"] == pytest.approx(row["accuracy"] - table[-2]["accuracy"])
+    assert table[0]["over_scratch_accuracy"] is None
+    assert row["over_standard_accuracy"] == pytest.approx(row["accuracy"] - table[-2]["accuracy"])
 
 
 def test_methods_begin_with_the_baselines():
@@ -178,7 +178,7 @@ def test_terminal_has_the_main_table():
     table = experiment.table()
     assert [row[:3] for row in rows] == [["50", method, "3"] for method in METHODS[:3]]
     assert [row[3].split()[0] for row in rows] == [f"{100 * r['accuracy']:.1f}" for r in table]
-    assert rows[2][4].endswith(f"] {table[2]['over_scratch_error_verdict']}")
+    assert rows[2][4].endswith(f"] {table[2]['over_scratch_accuracy_verdict']}")
 
 
 def test_saved_and_loaded_is_the_same(tmp_path):
@@ -306,6 +306,14 @@ def test_what_was_measured_beside_it_has_a_table_of_its_own():
     assert row["features_miss"] == 0.6  # of the last layer
     assert "| 0.6 |" in text
     assert "measured beside it" not in report(METHODS[:1], measured=False).to_markdown()
+
+
+def test_a_squared_error_below_one_is_no_share():
+    rows = [{**minimal("scratch", 50, 0, 0.5), "test": {"squared error": 0.25}}]
+    (measure,) = TransferReport(rows, {}).measures
+    assert (measure.share, measure.unit) == (False, "")
+    rows[0]["test"] = {"test_error": 0.25}
+    assert TransferReport(rows, {}).measures[0].share
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ def test_the_run_has_table_images_numbers_and_its_group(tmp_path):
     assert (about["project"], about["run_group"], about["job_type"]) == ("test", "mine", "summary")
     rows = experiment.table()
     assert item["taskinfo/standard/50_labels/accuracy"] == pytest.approx(rows[1]["accuracy"])
-    assert item["taskinfo/standard/50_labels/over_scratch_error_low"] == pytest.approx(
-        rows[1]["over_scratch_error_low"]
+    assert item["taskinfo/standard/50_labels/over_scratch_accuracy_low"] == pytest.approx(
+        rows[1]["over_scratch_accuracy_low"]
     )
-    assert "taskinfo/scratch/50_labels/over_scratch_error" not in item
+    assert "taskinfo/scratch/50_labels/over_scratch_accuracy" not in item
     for name in ("accuracy",):
         assert (
             (run / "files" / item[f"taskinfo/figures/{name}.path"])
@@ -46,8 +46,8 @@ def test_the_run_has_table_images_numbers_and_its_group(tmp_path):
     assert table["columns"] == list(rows[0])
     assert [row[:2] for row in table["data"]] == [[50, "scratch"], [50, "standard"]]
     assert (
-        table["data"][1][list(rows[0]).index("over_scratch_error_verdict")]
-        == rows[1]["over_scratch_error_verdict"]
+        table["data"][1][list(rows[0]).index("over_scratch_accuracy_verdict")]
+        == rows[1]["over_scratch_accuracy_verdict"]
     )
 
 
