@@ -14,32 +14,32 @@ from typing import TYPE_CHECKING, Any
 from lightning_taskinfo.cli import COMMANDS
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser, Namespace
+    from jsonargparse import ArgumentParser
 
-HINT = (
-    "Several values stand in brackets, '[a,b]'. A command lists its options: taskinfo rank --help."
-)
+HELP = """\
+usage: taskinfo COMMAND [OPTION] …
+
+Several values stand in brackets, '[a,b]'. A command lists its options: taskinfo rank --help.
+"""
 
 
 def run(words: Sequence[str]) -> str:
     """Run the command that the words of a command line are about, and return what it says."""
     from jsonargparse import ArgumentParser
 
+    name, *rest = words or [""]
+    if name in ("-h", "--help"):
+        listed = [f"\n{command}\n  {summary}" for command, (_, summary) in COMMANDS.items()]
+        return HELP + "".join(listed)
+    if name not in COMMANDS:
+        raise ValueError(f"the command must be one of {', '.join(COMMANDS)}, got {name!r}.")
+    command = load_command(name)
+    _, summary = COMMANDS[name]
     parser = ArgumentParser(
-        prog="taskinfo", description=HINT, exit_on_error=False, allow_abbrev=False
+        prog=f"taskinfo {name}", description=summary, exit_on_error=False, allow_abbrev=False
     )
-    commands = parser.add_subcommands(required=True)
-    parsers = {}
-    for name, (_, summary) in COMMANDS.items():
-        parsers[name] = ArgumentParser(description=summary)
-        commands.add_subcommand(name, parsers[name], help=summary)
-    if not words or words[0] not in COMMANDS:
-        parser.parse_args(words)  # shows the list, or refuses
-    command = load_command(words[0])
     with current_folder_imported():
-        rest, makers = add_options(parsers[words[0]], command, words)
-        config = parser.parse_args(rest)
-        return command(**_arguments(parser, config, makers))
+        return command(**parse(parser, command, rest))
 
 
 def load_command(name: str) -> Callable[..., str]:
@@ -64,25 +64,25 @@ def current_folder_imported() -> Iterator[None]:
         sys.path.remove(folder)
 
 
-def add_options(
-    parser: "ArgumentParser", command: Callable[..., str], words: Sequence[str]
-) -> tuple[list[str], dict[str, Callable[..., Any]]]:
-    """Add the options of a command, and those of the classes that the words name for its model and data.
+def parse(parser: "ArgumentParser", command: Callable[..., str], words: Sequence[str]) -> Any:
+    """Return what a command is called with; a network is made later, anew for each use.
+
+    Classes that the words name for its model and data are looked up first, so that
+    ``--model.width 64`` is an option like any other, with the class's own help.
 
     Args:
-        parser: Where to.
-        command: The command.
-        words: The command line. A class in it is looked up before the others are parsed, so that
-            ``--model.width 64`` is an option like any other, with the class's own help.
-
-    Returns:
-        The words without these classes, and the classes by option.
+        parser: Without options as yet.
+        command: Whose arguments become options.
+        words: The command line, without the name of the command.
     """
+    from lightning_taskinfo.cli._own import DataModule, Network, made
+
+    known = inspect.signature(command).parameters
     given, rest = _picked(words)
     makers = {}
     for name, text in given.items():
         named = name == "model" or (name == "data" and is_import_path(text))
-        if named and name in inspect.signature(command).parameters:
+        if named and name in known:
             makers[name] = find(text, name)
         else:
             rest.append(f"--{name}={text}")
@@ -93,7 +93,20 @@ def add_options(
         add_arguments(group, maker, name)
     if "model" in makers and "checkpoint" in given:
         parser.set_defaults(_kept(makers["model"], given["checkpoint"]))
-    return rest, makers
+    config = parser.parse_args(rest)
+    own: dict[str, Any] = {}
+    for name, maker in makers.items():
+        arguments = config.pop(name, None)
+        own[name] = Network(maker, arguments.as_dict() if arguments else {})
+    if "data" in own:
+        own["data"] = made(DataModule, own["data"].maker, own["data"].arguments, "data")
+    try:
+        ready = parser.instantiate(config)
+    except Exception as error:  # of a class among the options
+        # Its own words are behind those of the parser.
+        raise ValueError(str(error.__cause__ or error)) from error
+    ready.pop("config", None)
+    return {**ready, **own}
 
 
 def _picked(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -148,27 +161,3 @@ def _kept(maker: Callable[..., Any], checkpoint: str) -> dict[str, Any]:
     known = inspect.signature(maker).parameters
     kept = read_checkpoint("checkpoint", checkpoint).content.get("hyper_parameters", {})
     return {f"model.{name}": value for name, value in kept.items() if name in known}
-
-
-def _arguments(
-    parser: "ArgumentParser", config: "Namespace", makers: dict[str, Callable[..., Any]]
-) -> dict[str, Any]:
-    """Return what the command is called with; a network is made later, anew for each use."""
-    from lightning_taskinfo.cli._own import DataModule, Network, made
-
-    chosen = config[config.subcommand]
-    own: dict[str, Any] = {}
-    for name, maker in makers.items():
-        given = chosen.pop(name, None)
-        arguments = given.as_dict() if given else {}
-        if name == "model":
-            own[name] = Network(maker, arguments)
-        else:
-            own[name] = made(DataModule, maker, arguments, name)
-    try:
-        ready = parser.instantiate(config)[config.subcommand]
-    except Exception as error:  # of a class among the options
-        # Its own words are behind those of the parser.
-        raise ValueError(str(error.__cause__ or error)) from error
-    ready.pop("config", None)
-    return {**ready, **own}

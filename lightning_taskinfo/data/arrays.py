@@ -243,8 +243,6 @@ def save_npz(path: StrPath, data: ArrayData) -> None:
     """
     # What may be missing goes first: damage that cuts the list of arrays short is then seen by the
     # reader.
-    arrays: dict[str, Any] = {}
-    for key in ("name", "num_classes", *KEYS):
-        arrays[key] = np.asarray(getattr(data, key))
+    arrays: dict[str, Any] = {key: getattr(data, key) for key in ("name", "num_classes", *KEYS)}
     with atomic_write(path) as file:
         np.savez(file, **arrays)

@@ -205,14 +205,14 @@ def _new_classes(variant: str, num_classes: int) -> Labels:
         raise ValueError(f"A variant must be like one of {', '.join(VARIANTS)}, got {variant!r}.")
     kind, *numbers = variant.split("-")
     chosen = [int(number) for number in numbers]
-    if max(chosen) >= num_classes:
+    least = 1 if kind == "one" else 2
+    if max(chosen) >= num_classes or len({*chosen}) < max(least, len(chosen)):
         raise ValueError(
-            f"A variant must name classes from 0 to {num_classes - 1}, got {variant!r}."
+            f"A variant must name different classes from 0 to {num_classes - 1}, two or more behind only, "
+            f"got {variant!r}."
         )
     if kind == "one":
         return (old == chosen[0]).astype(np.int64)
-    if len({*chosen}) < max(2, len(chosen)):
-        raise ValueError(f"A variant must name two or more different classes, got {variant!r}.")
     table = np.full(num_classes, -1, dtype=np.int64)
     table[chosen] = np.arange(len(chosen))
     return table

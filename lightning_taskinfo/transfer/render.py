@@ -1,6 +1,5 @@
 """The report in words, tables and a figure, described once, and written as text and Markdown."""
 
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -201,11 +200,7 @@ def to_markdown(report: "TransferReport", picture: str) -> str:
         parts.append(f"![{CAPTION}]({picture})")
     if held := held_table(report):
         parts += ["## What was measured beside it, means over seeds", _markdown(held)]
-    configuration = json.dumps(report.configuration, indent=1, ensure_ascii=False)
-    parts += [
-        f"## What the numbers mean, and what not\n\n{MEANING}",
-        f"## Configuration\n\n```json\n{configuration}\n```\n",
-    ]
+    parts.append(f"## What the numbers mean, and what not\n\n{MEANING}\n")
     return "\n\n".join(parts)
 
 

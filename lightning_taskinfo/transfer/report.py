@@ -160,11 +160,10 @@ def is_higher_better(metric: str, mode: Literal["min", "max"] | None) -> bool:
         >>> is_higher_better("test_accuracy", None), is_higher_better("dice", "max")
         (True, True)
     """
-    name = str(metric).lower()
-    modes = {"min": bool(re.search(LOWER, name)), "max": bool(re.search(HIGHER, name))}
-    if mode is None and sum(modes.values()) == 1:
-        return modes["max"]
-    if mode not in modes:
+    lower, higher = (re.search(names, metric.lower()) for names in (LOWER, HIGHER))
+    if mode is None and (lower is None) != (higher is None):
+        return lower is None
+    if mode not in ("min", "max"):
         raise ValueError(f"`mode` must be 'min' or 'max' for the metric {metric!r}, got {mode!r}.")
     return mode == "max"
 
@@ -387,12 +386,12 @@ class TransferReport:
 
     def same_as(self, other: "TransferReport") -> bool:
         """Whether both say the same apart from how long it took; the order of the results plays no part."""
-        return self._said() == other._said()
-
-    def _said(self) -> str:
-        """Everything but timings as text: NaN equals NaN there."""
-        results = [replace(result, seconds={}) for result in sorted(self.results, key=str)]
-        return json.dumps(asdict(replace(self, results=results)), sort_keys=True)
+        said = []
+        for report in (self, other):
+            results = [replace(result, seconds={}) for result in sorted(report.results, key=str)]
+            # As text, since NaN equals NaN there.
+            said.append(json.dumps(asdict(replace(report, results=results)), sort_keys=True))
+        return said[0] == said[1]
 
 
 def _columns(name: str, interval: Interval | None, parts: Iterable[str]) -> Values:

@@ -131,9 +131,7 @@ def test_a_computation_that_fails_ends_with_1_and_its_message(monkeypatch, capsy
 
 
 def test_help_lists_every_command(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["--help"])
-    assert stopped.value.code == 0
+    assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     shown = " ".join(text.split())
     for name, (_, summary) in cli.COMMANDS.items():

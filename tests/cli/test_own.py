@@ -249,8 +249,8 @@ FIT = "must be made from its arguments, but mine."
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*RANK, DATA], "the following arguments are required: rank.model"),
-        ([*RANK, DATA, "--model=mine.Net"], "the following arguments are required: rank.model.width"),
+        ([*RANK, DATA], "the following arguments are required: model"),
+        ([*RANK, DATA, "--model=mine.Net"], "the following arguments are required: model.width"),
         ([*RANK, DATA, *NET, "--model.depth=2"], "unrecognized arguments: --model.depth=2"),
         ([*RANK, DATA, *NET, "--model.width=a"], 'Parser key "model.width": Expected a <class \'int\'>.'),
         ([*RANK, DATA, *NET, "--model.width=-1"], f"`model` {FIT}Net failed (RuntimeError:"),
