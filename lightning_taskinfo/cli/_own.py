@@ -110,12 +110,21 @@ def read_part(data: Data, part: Part) -> DataLoader[Any]:
 
 def has_part(data: Any, part: Part) -> bool:
     """Whether a data module has a loader of its own for a part."""
-    method = getattr(type(data), f"{part}_dataloader", None)
+    return _overrides(data, f"{part}_dataloader")
+
+
+def _overrides(data: Any, name: str) -> bool:
+    method = getattr(type(data), name, None)
     return method is not None and not method.__module__.startswith(tuple(NAMESPACES))
 
 
 def _loader(data: Any, part: Part) -> DataLoader[Any]:
     kind = type(data).__name__
+    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        if _overrides(data, hook):  # of which nobody but a Trainer asks
+            raise ValueError(
+                f"`data` must leave {hook} to the module or to the dataset, got {kind}."
+            )
     rule = f"`data` must have a {part}_dataloader"
     try:
         data.prepare_data()

@@ -227,8 +227,6 @@ class TransferReport:
     confidence: float = 0.95
 
     def __post_init__(self) -> None:
-        if not isinstance(self.configuration, dict):
-            raise ValueError(f"`configuration` must be a dict, got {self.configuration!r}.")
         check_probability(confidence=self.confidence)
         self.results = _checked(self.results)
         self.configuration = _plain("configuration", self.configuration)

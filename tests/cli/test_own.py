@@ -266,6 +266,7 @@ FIT = "must be made from its arguments, but mine."
         ([*RANK, *NET, "--data=gone.Data"], "A dataset must be digits or letters or name a file; 'gone.Data' wa"),
         ([*RANK, *NET, DATA, "--data.size=3"], "unrecognized arguments: --data.size=3"),
         ([*RANK, *NET, "--data=mine.Broken"], "`data` must have a train_dataloader, but Broken's failed (KeyErr"),
+        ([*RANK, *NET, "--data=mine.Moved"], "`data` must leave on_after_batch_transfer to the module or to the datas"),
         ([*RANK, *NET, "--data=mine.Net", "--data.width=3"], "`data` must make a DataModule, got Net from mine.Net."),
         ([*CERTIFY, DATA, "--part=val"], "`data` must have a val_dataloader, but Data's failed ("),
         ([*CERTIFY, "--data=digits", "--part=val"], "`data` must be a data module to have a part 'val', got 'd"),

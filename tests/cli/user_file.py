@@ -90,6 +90,14 @@ class Broken(Data):
         raise KeyError("no such file")
 
 
+class Moved(Data):
+    """It prepares inputs where only a Trainer asks it to."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return x + 1, y
+
+
 class Untested(pl.LightningDataModule):
     """It has no test samples."""
 

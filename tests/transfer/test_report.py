@@ -270,8 +270,6 @@ def test_refuses_nothing_and_twice_the_same():
         TransferReport([result(), result()], {})
     with pytest.raises(ValueError, match="`results` must hold results, or dicts like them"):
         TransferReport([1], {})
-    with pytest.raises(ValueError, match="`configuration` must be a dict, got None"):
-        TransferReport([result()], None)
     with pytest.raises(ValueError, match=r"`confidence` must be in \(0, 1\), got 95"):
         TransferReport([result()], {}, confidence=95)
 
