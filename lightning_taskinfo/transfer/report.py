@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 BASELINES = ("scratch", "standard")
 PICTURE = "accuracy.png"
-SHARES = "acc|(?<!squared )err|auc|auroc|f1|precision|recall"  # metrics between 0 and 1, if all their values are
 HIGHER = "acc|auc|auroc|f1|precision|recall|r2"  # in names of metrics of which more is better
 LOWER = "err|loss|mse|mae|nll|perplexity"  # and of which less is better
 ENDS = ("low", "high")  # columns of an interval beside its mean
@@ -123,14 +122,18 @@ class Measure:
     """A number of the results that methods are compared by.
 
     Attributes:
-        name: Its name: ``"accuracy"``, ``"loss"``, or that of a metric.
-        share: Whether it is a share, shown in percent.
+        name: Its name: ``"accuracy"``, ``"error"``, ``"loss"``, or that of a metric of the user's, which
+            is shown as it is.
         higher: Whether higher values are better.
     """
 
     name: str
-    share: bool
     higher: bool
+
+    @property
+    def share(self) -> bool:
+        """Whether it is a share, shown in percent."""
+        return self.name in ("accuracy", "error")
 
     @property
     def unit(self) -> str:
@@ -245,14 +248,8 @@ class TransferReport:
     @property
     def measures(self) -> list[Measure]:
         """What methods are compared by: the numbers that the results have."""
-        found = []
-        for name in self.results[0].test:
-            values = [row.test[name] for row in self.results]
-            inside = all(0 <= value <= 1 for value in values if math.isfinite(value))
-            share = inside and bool(re.search(SHARES, name.lower()))
-            higher = is_higher_better(name, self.configuration.get("mode"))
-            found.append(Measure(name, share, higher))
-        return found
+        mode = self.configuration.get("mode")
+        return [Measure(name, is_higher_better(name, mode)) for name in self.results[0].test]
 
     def cells(self) -> Iterator[tuple[int, str, list[Result]]]:
         """Yield number of labels, method and results of all seeds, where there are some."""

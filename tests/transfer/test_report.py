@@ -303,12 +303,22 @@ def test_what_was_measured_beside_it_has_a_table_of_its_own():
     assert "measured beside it" not in report(METHODS[:1], measured=False).to_markdown()
 
 
-def test_a_squared_error_below_one_is_no_share():
-    rows = [{**minimal("scratch", 50, 0, 0.5), "test": {"squared error": 0.25}}]
-    (measure,) = TransferReport(rows, {}).measures
-    assert (measure.share, measure.unit) == (False, "")
-    rows[0]["test"] = {"test_error": 0.25}
-    assert TransferReport(rows, {}).measures[0].share
+@pytest.mark.parametrize(
+    ("name", "shown", "gain"),
+    [
+        ("error", "error, %  gain over scratch: error, points", "+12.5"),
+        ("squared error", "squared error  gain over scratch: squared error", "+0.125"),
+        ("test_error", "test_error  gain over scratch: test_error", "+0.125"),
+        ("loss", "loss, nats  gain over scratch: loss, nats", "+0.125"),
+    ],
+)
+def test_only_our_own_shares_are_shown_in_percent(name, shown, gain):
+    rows = [minimal("scratch", 50, 0, 0.5), minimal("a", 50, 0, 0.5)]
+    for row, value in zip(rows, (0.5, 0.375), strict=True):
+        row["test"] = {name: value}
+    text = str(TransferReport(rows, {}))
+    assert text.splitlines()[1].split("  ", 3)[-1].lstrip().endswith(shown)
+    assert f"{gain} cannot tell (one seed)" in text
 
 
 @pytest.mark.parametrize(
