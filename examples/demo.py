@@ -373,7 +373,7 @@ def gains(report: TransferReport) -> list[dict[str, Any]]:
             "verdict": row.verdict,
         }
         for row in report.transferability()
-        if row.measure in ("accuracy", "error")
+        if row.measure == "accuracy" or row.measure.endswith("error")
     ]
 
 
