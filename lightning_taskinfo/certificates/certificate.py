@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_taskinfo._tables import Tabled, html_table
+from lightning_taskinfo._tables import Tabled
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.functional.tail_bounds import binomial_upper_bound
 
@@ -362,7 +362,3 @@ class Certificate(Tabled):
     def __str__(self) -> str:
         lines = [f"{name:18s} {value}" for name, value in self.rows().items()]
         return "\n".join([*lines, "", " ".join(self._sentences())])
-
-    def _repr_html_(self) -> str:
-        rows = [[name, value] for name, value in self.rows().items()]
-        return html_table(["", ""], rows, " ".join(self._sentences()))
