@@ -192,38 +192,51 @@ def _found_out(
             "returns (inputs, targets)."
         ) from error
     labels = parts.targets
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
-        return call
-    if labels.ndim != 2 or outputs.ndim != 3:
+    if labels.is_floating_point():
         return call
     inner = inner_model(model)
-    if type(inner).__name__.endswith("ForCTC"):
-        raise ValueError(
-            f"{type(inner).__name__} has a label for each sound and not for each output: set `batch_fn` to a function "
-            "of the batch that returns (inputs, targets) with one target for each output."
-        )
-    adapter = getattr(inner, "active_peft_config", None)
+    if forward_fn is None:
+        _check_alignment(inner, outputs)
+    if labels.ndim != 2 or outputs.ndim != 3:
+        return call
     prompt = 0
+    adapter = getattr(inner, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
-        prompt = max(0, outputs.shape[1] - labels.shape[1])
+        prompt = outputs.shape[1] - labels.shape[1]
 
     def run(inputs: Any) -> Tensor:
         with observing(model), torch.no_grad():
             return outputs_of(model, inputs, forward_fn)
 
     def ahead(tokens: Tensor) -> bool:
-        counted = few.targets != IGNORED
-        if isinstance(few.fields, Mapping) and "attention_mask" in few.fields:
-            counted &= few.fields["attention_mask"] != 0
-        return reads_ahead(run, call.inputs_of(few), tokens[rows], counted)
+        mask = torch.ones_like(few.targets)
+        if isinstance(few.fields, Mapping):
+            mask = few.fields.get("attention_mask", mask)
+        return reads_ahead(run, call.inputs_of(few), tokens[rows], mask)
 
     return replace(call, follows=follows(inner, parts, few, ahead), prompt=prompt)
 
 
-def _telling_rows(targets: Any) -> slice | Tensor:
-    """Return the first samples, or, where they have no token label that counts, those with the most."""
-    rows = slice(FEW)
-    if not isinstance(targets, Tensor) or targets.ndim != 2:
-        return rows
+def _check_alignment(inner: nn.Module | None, outputs: Tensor) -> None:
+    """Refuse models of Hugging Face whose labels do not stand at the places of their outputs."""
+    kind = type(inner).__name__
+    if kind.endswith(("ForCTC", "DoubleHeadsModel")):
+        raise ValueError(
+            f"{kind} has labels that are not those of the outputs at their places: set `batch_fn` to a function "
+            "of the batch that returns (inputs, targets) with one target for each output."
+        )
+    classes = getattr(getattr(inner, "config", None), "num_labels", None)
+    if outputs.ndim == 4 and outputs.shape[1] == classes:
+        raise ValueError(
+            f"the outputs {list(outputs.shape)} of {kind} have their classes on axis 1: set `forward_fn` to a function "
+            "of (model, inputs) that returns them on the last axis, and as many rows and columns as the labels have: "
+            "`interpolate(model(**inputs).logits, size).movedim(1, -1)`."
+        )
+
+
+def _telling_rows(targets: Tensor) -> slice | Tensor:
+    """Return the first samples, or, of sequences, those with the most labels that count."""
+    if targets.ndim != 2:
+        return slice(FEW)
     counts = (targets != IGNORED).sum(1)
-    return rows if bool(counts[rows].any()) else counts.argsort(descending=True)[rows]
+    return counts.argsort(descending=True, stable=True)[:FEW]

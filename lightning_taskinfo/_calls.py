@@ -6,7 +6,6 @@ package is imported.
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -23,11 +22,6 @@ from lightning_taskinfo._observe import observing
 Forward: TypeAlias = Callable[[Any, Any], Any]
 
 FEW = 2  # samples that show how a model is called
-NO_FORWARD = (  # where a `forward` is defined that is none
-    "torch.nn.modules.module",
-    "lightning.pytorch.core.module",
-    "pytorch_lightning.core.module",
-)
 
 
 class NoLogitsError(ValueError):
@@ -42,8 +36,7 @@ class Call:
         place: Name of the submodule that is called; nothing for the model itself.
         how: With the inputs as one argument (``"whole"``), one argument for each (``"spread"``), or
             one for each by its name (``"named"``).
-        names: Which of the fields of a batch are handed over, or the one that is by itself;
-            ``None`` where inputs have no names.
+        names: Which of the fields of a batch are handed over; ``None`` where inputs have no names.
         takes_targets: Whether the inputs of a pair are handed over together with the targets.
         follows: Whether a label belongs to the outputs at the token before it.
         prompt: Number of tokens that a learned prompt adds in front of a sequence.
@@ -51,7 +44,7 @@ class Call:
 
     place: str = ""
     how: Literal["whole", "spread", "named"] = "whole"
-    names: tuple[str, ...] | str | None = None
+    names: tuple[str, ...] | None = None
     takes_targets: bool = False
     follows: bool = False
     prompt: int = 0
@@ -69,10 +62,8 @@ class Call:
             return parts.inputs, parts.targets
         return parts.inputs if self.names is None else self._picked(parts.fields)
 
-    def _picked(self, fields: Mapping[str, Any]) -> Any:
-        if isinstance(self.names, tuple):
-            return {name: fields[name] for name in self.names}
-        return fields if self.names is None else fields[self.names]
+    def _picked(self, fields: Mapping[str, Any]) -> "Fields":
+        return Fields({name: fields[name] for name in self.names or ()})
 
     def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
         """Run the model and return its logits."""
@@ -81,9 +72,10 @@ class Call:
             inputs = self._picked(inputs)
         if self.how == "named":
             return logits_of(module(**inputs))
-        if self.how == "spread":
-            return logits_of(module(*inputs))
-        return logits_of(module(Fields(inputs) if isinstance(inputs, Mapping) else inputs))
+        if self.how == "whole":
+            return logits_of(module(inputs))
+        each = inputs.values() if isinstance(inputs, Mapping) else inputs
+        return logits_of(module(*each))
 
 
 class Fields(dict[str, Any]):
@@ -177,10 +169,11 @@ def call_on(model: nn.Module, inputs: Any) -> Call:
     known = known_calls.setdefault(model, {})
     kind = kind_of(inputs)
     if kind not in known:
-        if isinstance(inputs, Tensor) and has_forward(model):
-            return Call()
-        few, _ = first_samples(inputs, None, FEW)
-        known[kind], _ = settle_call(model, Parts(few, None, few))
+        if isinstance(inputs, Tensor) and inner_model(model) in (None, model):
+            known[kind] = Call()
+        else:
+            few, _ = first_samples(inputs, None, FEW)
+            known[kind], _ = settle_call(model, Parts(few, None, few))
     return known[kind]
 
 
@@ -213,12 +206,14 @@ def settle_call(
         except Exception as error:
             # A way to call the model that is not its own fails in any manner, and the next one is
             # tried.
-            if first_error is None or isinstance(error, NoLogitsError):  # which ran to the end
+            ran = isinstance(error, NoLogitsError)
+            if ran or isinstance(first_error, NotImplementedError | None):  # of no `forward`
                 first_error = error
         else:
             known_calls.setdefault(model, {})[kind_of(inputs)] = call
             return call, outputs
-    raise first_error or TypeError(f"{type(model).__name__} has no `forward`")
+    assert first_error is not None  # there is a first way
+    raise first_error
 
 
 def _candidates(
@@ -227,18 +222,16 @@ def _candidates(
 ) -> Iterator[Call]:
     """Yield the ways to call a model, the most natural one first."""
     inner = inner_model(model)
-    places = [""] if has_forward(model) else []
-    places += [name for name, module in model.named_modules() if name and module is inner]
-    for place in places:
-        positional = positional_parameters(model.get_submodule(place))
-        if isinstance(few.fields, Mapping):
-            choices = [[*few.fields]]
-            decoder = {"decoder_input_ids", "decoder_inputs_embeds"}
-            if not is_encoder_decoder(inner) or decoder & few.fields.keys():
-                choices.insert(0, [name for name in few.fields if name != few.target])
-            for names in choices:
-                yield from _named_calls(model.get_submodule(place), place, names, inner)
+    for place, module in model.named_modules():
+        if place and module is not inner:
             continue
+        if isinstance(few.fields, Mapping):
+            yield from _named_calls(module, place, few, inner)
+            continue
+        positional = []
+        for p in inspect.signature(module.forward).parameters.values():
+            if p.kind <= p.POSITIONAL_OR_KEYWORD:
+                positional.append(p)
         calls = [Call(place)]
         if isinstance(few.inputs, list | tuple):
             required = [p for p in positional if p.default is p.empty]
@@ -252,32 +245,25 @@ def _candidates(
 def _named_calls(
     module: nn.Module,
     place: str,
-    names: list[str],
+    few: Parts,
     inner: nn.Module | None,
 ) -> Iterator[Call]:
+    choices = [tuple(few.fields)]
+    config = getattr(inner, "config", None)
+    if not getattr(config, "is_encoder_decoder", False):  # which feeds the labels to its decoder
+        choices.insert(0, tuple(name for name in few.fields if name != few.target))
     takes = inspect.signature(module.forward).parameters
     takes_others = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    known = [name for name in names if takes_others or name in takes]
-    if known:
-        yield Call(place, "named", tuple(known))
-    if len(names) == 1:
-        yield Call(place, names=names[0])
-    yield Call(place, names=tuple(names))
-    if takes_others and inner is not None:  # and may hand on what the inner model does not take
-        takes = inspect.signature(inner.forward).parameters
-        known = [name for name in names if name in takes]
-        yield Call(place, "named", tuple(known))
-
-
-def has_forward(model: nn.Module) -> bool:
-    """Whether a module has a ``forward`` of its own."""
-    return getattr(model.forward, "__module__", "") not in NO_FORWARD
-
-
-def positional_parameters(model: nn.Module) -> list[inspect.Parameter]:
-    """Return what a module's ``forward`` takes by position."""
-    takes = inspect.signature(model.forward).parameters
-    return [p for p in takes.values() if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    for names in choices:
+        known = tuple(name for name in names if takes_others or name in takes)
+        if known:
+            yield Call(place, "named", known)
+        if len(names) == 1:
+            yield Call(place, "spread", names)
+        yield Call(place, "whole", names)
+        if takes_others and inner is not None:  # and may hand on what the inner model does not take
+            inner_takes = inspect.signature(inner.forward).parameters
+            yield Call(place, "named", tuple(name for name in names if name in inner_takes))
 
 
 def inner_model(model: nn.Module) -> nn.Module | None:
@@ -286,32 +272,12 @@ def inner_model(model: nn.Module) -> nn.Module | None:
     Args:
         model: Any module, e.g. a LightningModule that holds the model as an attribute.
     """
-    kinds = []
-    for package, name in (("transformers", "PreTrainedModel"), ("peft", "PeftModel")):
-        if package in sys.modules:  # otherwise nothing can be one
-            kinds.append(getattr(sys.modules[package], name))
-    models = [*dict.fromkeys(_outermost(model, tuple(kinds)))]
-    if len(models) > 1:  # beside a teacher, say
-        models = [each for each in models if any(p.requires_grad for p in each.parameters())]
-    return models[0] if len(models) == 1 else None
-
-
-def _outermost(
-    module: nn.Module,
-    kinds: tuple[type, ...],
-) -> Iterator[nn.Module]:
-    """Yield the modules of some kinds that are not inside another one of them."""
-    if isinstance(module, kinds):
-        yield module
-    else:
-        for child in module.children():
-            yield from _outermost(child, kinds)
-
-
-def is_encoder_decoder(model: nn.Module | None) -> bool:
-    """Whether a Hugging Face model makes the inputs of its decoder from the labels."""
-    config = getattr(model, "config", None)
-    return bool(getattr(config, "is_encoder_decoder", False))
+    found = [module for module in model.modules() if hasattr(module, "main_input_name")]
+    parts = {part for module in found for part in module.modules() if part is not module}
+    outermost = [module for module in found if module not in parts]
+    if len(outermost) > 1:  # beside a teacher, say
+        outermost = [each for each in outermost if any(p.requires_grad for p in each.parameters())]
+    return outermost[0] if len(outermost) == 1 else None
 
 
 def shifted(labels: Tensor) -> Tensor:

@@ -27,8 +27,6 @@ class Parts(NamedTuple):
 
 def parted(batch: Any) -> Parts | None:
     """Tell the targets of a batch from its inputs, by their place or name; ``None`` if neither says it."""
-    if type(batch) in (list, tuple) and _is_pair(batch) and isinstance(batch[0], Tensor):
-        return Parts(batch[0], batch[1], batch[0])  # as a rule, and asked for in every step
     named = _fields_of(batch)
     target = _target_of(named)
     if target is not None:
@@ -58,7 +56,7 @@ def _fields_of(batch: Any) -> dict[str, Any]:
 def _target_of(named: Mapping[str, Any]) -> str | None:
     """Return the name of the field that holds the targets, if there is exactly one and others beside it."""
     found = [name for name in named if name in TARGETS]
-    if len(found) == 1 and len(named) > 1:
+    if len(found) == 1 and len(named) > 1 and isinstance(named[found[0]], Tensor):
         return found[0]
     return None
 

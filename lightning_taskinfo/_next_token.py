@@ -5,14 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
 
-from lightning_taskinfo._calls import is_encoder_decoder, positional_parameters, shifted
 from lightning_taskinfo._fields import Parts
 from lightning_taskinfo._nested import IGNORED, take, tensors
 from lightning_taskinfo._observe import observing
-
-CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def follows(
@@ -23,9 +19,9 @@ def follows(
 ) -> bool:
     """Whether the labels ``[N, T]`` of a sequence are predicted by the outputs at the token before.
 
-    The dataset may have shifted them; then the model's own loss is asked. Where that does not
-    decide, labels that are copies of the tokens are those of the next one, unless the model sees
-    that token already: see :func:`reads_ahead`.
+    The dataset may have shifted them; then the model's own loss is asked. Where there is none,
+    labels that are copies of the tokens are those of the next one, unless the model sees that token
+    already: see :func:`reads_ahead`.
 
     Args:
         inner: The Hugging Face model, if there is one.
@@ -44,44 +40,35 @@ def follows(
     copies = [ids for ids in alike if _agree(labels, ids)]
     if not copies and any(_agree(labels[:, :-1], ids[:, 1:]) for ids in alike):
         return False
-    if inner is None:
-        return bool(copies) and parts.target is not None and not reads_ahead(copies[0])
-    arguments = few.fields
-    if not isinstance(arguments, Mapping):
-        arguments = {positional_parameters(inner)[0].name: arguments}
-    arguments = {name: value for name, value in arguments.items() if name != parts.target}
-    shifts = _loss_shifts(inner, arguments, few.targets)
+    shifts = None if inner is None else _loss_shifts(inner, few)
     if shifts is not None:
         return shifts
-    base: Any = getattr(inner, "get_base_model", lambda: inner)()  # of adapters
-    if is_encoder_decoder(base):
-        return False
-    if copies:
-        return not reads_ahead(copies[0])
-    return type(base).__name__.endswith(CAUSAL)
+    meant = inner is not None or parts.target is not None  # a pair of one's own says what it means
+    return meant and bool(copies) and not reads_ahead(copies[0])
 
 
 def reads_ahead(
     run: Callable[[Any], Tensor],
     inputs: Any,
     tokens: Tensor,
-    counted: Tensor,
+    mask: Tensor,
 ) -> bool:
     """Whether outputs at a token depend on later tokens, as those of BERT do, and those of GPT do not.
 
-    All tokens that count are changed but the first of each text, and the outputs at the first are
-    compared.
+    All tokens of the first text are changed but its first, and the outputs at that one are compared.
 
     Args:
         run: Returns the outputs of inputs, ``[N, T, C]``.
         inputs: What the model is called with.
         tokens: The tokens among them, ``[N, T]``.
-        counted: Which tokens are no padding, ``[N, T]``.
+        mask: Which tokens are no padding, ``[N, T]``.
     """
-    first = counted & (counted.cumsum(1) == 1)
-    later = counted & ~first
+    first, *later = mask[0].nonzero().flatten().tolist()
+    if not later:
+        return False
     others = torch.where(tokens == tokens.min(), tokens.max(), tokens.min())
-    changed = torch.where(later, others, tokens)
+    changed = tokens.clone()
+    changed[0, later] = others[0, later]
 
     def replaced(x: Tensor) -> Tensor:
         is_tokens = x.shape == tokens.shape and torch.equal(x, tokens)
@@ -89,10 +76,8 @@ def reads_ahead(
 
     before = run(inputs)
     after = run(take(inputs, replaced))
-    change = (after - before).abs().amax(-1)[:, -tokens.shape[1] :]  # behind a learned prompt
-    if not first.any() or not later.any():
-        return False
-    return bool(change[first].max() > 1e-4 * change[later].max())
+    change = (after - before).abs().amax(-1)[0, -tokens.shape[1] :]  # behind a learned prompt
+    return bool(change[first] > 1e-4 * change[later].max())
 
 
 def _agree(labels: Tensor, tokens: Tensor) -> bool:
@@ -102,35 +87,40 @@ def _agree(labels: Tensor, tokens: Tensor) -> bool:
     return bool(counted.any()) and bool(equal[counted].all())
 
 
-def _loss_shifts(
-    model: nn.Module,
-    arguments: Mapping[str, Any],
-    labels: Tensor,
-) -> bool | None:
+def _loss_shifts(model: nn.Module, few: Parts) -> bool | None:
     """Whether the model's own loss compares the outputs at a token with the label of the next one.
 
-    The model itself is asked: its loss on a few samples is compared with the losses of both
-    readings. ``None`` where that does not decide: a loss with label smoothing, or none.
+    The model itself is asked, about a single label: the one at the end of the first text. It is
+    given in turn the two values whose log-likelihoods differ most between the outputs at its place
+    and those at the token before. ``None`` where that does not decide, such as without a loss.
 
     Args:
         model: A Hugging Face model.
-        arguments: What it is called with, by name, without the labels.
-        labels: Their labels, ``[N, T]``.
+        few: Samples with labels ``[N, T]``, of which the first has some that count.
     """
-    try:
+    fields = few.fields
+    if not isinstance(fields, Mapping):
+        fields = {model.main_input_name: fields}
+    arguments = {name: value for name, value in fields.items() if name != few.target}
+    labels = torch.full_like(few.targets, IGNORED)
+
+    def asked(label: int) -> Any:
+        labels[0, place] = label
         with observing(model), torch.no_grad():
-            result = model(**arguments, labels=labels)
-            loss = float(result.loss)
-            logits = result.logits.float()
+            return model(**arguments, labels=labels)
+
+    try:
+        place = int((few.targets[0] != IGNORED).nonzero()[-1])
+        logits = asked(0).logits[0].float()  # [T, C], a learned prompt in front
+        own = len(logits) - labels.shape[1] + place
+        earlier, here = logits[own - 1 : own + 1].log_softmax(-1)
+        gap = here - earlier
+        high, low = int(gap.argmax()), int(gap.argmin())
+        found = float(asked(low).loss - asked(high).loss)
     except Exception:  # whatever a model does without a loss of its own
         return None
-    prompt = logits.shape[1] - labels.shape[1]  # learned, before the tokens
-    labels = pad(labels, (prompt, 0), value=IGNORED)
-    rows = logits.flatten(0, -2)
 
-    def agrees(aligned: Tensor) -> bool:
-        other = float(cross_entropy(rows, aligned.flatten(), ignore_index=IGNORED))
-        return abs(loss - other) <= 1e-3 * abs(loss)
+    def off(outputs: Tensor) -> float:
+        return abs(found - float(outputs[high] - outputs[low]))
 
-    at_the_next = agrees(shifted(labels))
-    return None if at_the_next == agrees(labels) else at_the_next
+    return off(earlier) < off(here) if high != low else None

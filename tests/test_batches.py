@@ -167,3 +167,48 @@ def test_a_batch_fn_says_everything_itself():
     inputs, targets = pick.read(model, batch)
     assert torch.equal(targets, batch["labels"])
     assert outputs_of(model, inputs).shape == (5, 6, 20)
+
+
+def segformer():
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    config = SegformerConfig(
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[1, 1],
+        hidden_sizes=[8, 8],
+        num_attention_heads=[1, 1],
+        patch_sizes=[7, 3],
+        strides=[4, 2],
+        decoder_hidden_size=8,
+        num_labels=16,
+    )
+    return SegformerForSemanticSegmentation(config)
+
+
+@pytest.mark.parametrize("forward", [None, takes_keywords])
+def test_classes_on_the_second_axis_are_refused_whatever_the_shape_of_the_labels(forward):
+    """Outputs are ``[2, 16, 8, 8]``: labels of 16 rows and 8 columns look like theirs, read on the wrong axis."""
+    model = module(forward, segformer)
+    batch = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(8, (2, 16, 8))}
+    with pytest.raises(ValueError, match=r"\[2, 16, 8, 8\].*classes on axis 1.*`forward_fn`"):
+        Reader().read(model, batch)
+    moved = Reader(forward_fn=lambda module, inputs: module.net(inputs).logits.movedim(1, -1))
+    inputs, _ = moved.read(model, batch)
+    assert moved.outputs(model, inputs).shape == (2, 8, 8, 16)
+
+
+def test_labels_of_tokens_in_several_choices_are_refused():
+    from transformers import GPT2DoubleHeadsModel
+
+    batch = {"input_ids": torch.randint(3, 20, (4, 2, 6)), "mc_token_ids": torch.zeros(4, 2).long()}
+    batch["labels"] = batch["input_ids"]
+    model = GPT2DoubleHeadsModel(gpt2().config)
+    with pytest.raises(ValueError, match=r"GPT2DoubleHeadsModel.*`batch_fn`"):
+        Reader().read(model, batch)
+
+
+def test_targets_that_are_no_tensor_are_refused():
+    batch = {"x": torch.ones(2, 3), "labels": [{"boxes": torch.ones(2, 4)}]}
+    with pytest.raises(ValueError, match=r"got dict with x, labels; set `batch_fn`"):
+        Reader().read(torch.nn.Linear(3, 2), batch)
