@@ -8,7 +8,7 @@ Shown are the error of the mean reading, the variance of a reading, and both tog
 
 torch-mist's own loss counts the joint pairs of a batch among its product samples. That pulls every score towards zero:
 less variance, and less information. ``torch-mist, joint pairs left out`` is its estimator with the one line changed,
-and ``lightning-taskinfo, all pairs`` is ours with ``negatives="all"``, which counts them too.
+and ``lightning-taskinfo, all pairs`` is ours with a loss that counts them too.
 Its read-out leaves them out as ours does, and ``read_out_gap`` is how far the two read-outs of one critic are apart.
 ``efficient_variance`` is ``Var[log p(x,z)/(p(x)p(z))] / B``: for large B no unbiased reading of B pairs varies less.
 The curve of the optimal critic shows SMILE's own bias: it is no lower bound. Cells that are finished are kept in
@@ -79,16 +79,19 @@ class Gaussians:
         return 0.5 * (z.square().sum(-1)[None] - squares) - 0.5 * D * math.log(1 - self.rho**2)
 
 
-def our_estimator(critic: nn.Module, learning_rate: float, negatives: str = "others"):
-    regularizer = MutualInformation(
-        (D,),
-        D,
-        critic=critic,
-        critic_steps=1,
-        learning_rate=learning_rate,
-        negatives=negatives,
-        clip=CLIP,
-    )
+class AllPairs(MutualInformation):
+    """Counts the joint pairs of a batch among those of the product."""
+
+    def _objective(self, scores: Tensor) -> Tensor:
+        return -softplus(-scores.diagonal()).mean() - softplus(scores).mean()
+
+
+def our_estimator(
+    critic: nn.Module,
+    learning_rate: float,
+    kind: type[MutualInformation] = MutualInformation,
+):
+    regularizer = kind((D,), D, critic=critic, critic_steps=1, learning_rate=learning_rate)
 
     def train(x, z):
         regularizer.train()(x, z)
@@ -131,7 +134,7 @@ def estimators(critic: nn.Module, learning_rate: float = 5e-4) -> dict:
     """Training step and read-out of each contender, each with a copy of the critic, and the copies."""
     critics = {name: deepcopy(critic) for name in (OURS, ALL_PAIRS, THEIRS, CORRECTED)}
     made = {OURS: our_estimator(critics[OURS], learning_rate)}
-    made[ALL_PAIRS] = our_estimator(critics[ALL_PAIRS], learning_rate, negatives="all")
+    made[ALL_PAIRS] = our_estimator(critics[ALL_PAIRS], learning_rate, AllPairs)
     try:
         made[THEIRS] = mist_estimator(critics[THEIRS], learning_rate)
         made[CORRECTED] = mist_estimator(critics[CORRECTED], learning_rate, corrected=True)

@@ -54,9 +54,9 @@ def check_choice(options: Iterable[str], **arguments: Any) -> None:
         ValueError: Naming the argument, the options and the word.
 
     Example:
-        >>> check_choice(["step", "epoch"], alternate="never")
+        >>> check_choice(["logits", "jacobian"], proxy="none")
         Traceback (most recent call last):
-        ValueError: `alternate` must be one of step, epoch, got 'never'.
+        ValueError: `proxy` must be one of logits, jacobian, got 'none'.
     """
     for name, value in arguments.items():
         if value not in options:

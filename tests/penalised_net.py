@@ -16,7 +16,7 @@ from lightning_taskinfo.regularizers import (
     TemporalEnsembling,
     WeightInformation,
 )
-from lightning_taskinfo.regularizers.critics import make_critic
+from lightning_taskinfo.regularizers.critics import SeparableCritic
 from lightning_taskinfo.variational import add_weight_noise
 
 N, D, F, K = 32, 4, 6, 3
@@ -67,7 +67,7 @@ class PenalisedSteps:
         self.features = torch.compile(self.body, backend="aot_eager") if compiled else self.body
         self.information = WeightInformation(w["information"])
         self.lautum = Lautum((D,), K, weight=w["lautum"], decay=0.9).fit_inputs([Pairs().x_u])
-        critic = make_critic("separable", (D,), F, hidden=16, embedding=4)
+        critic = SeparableCritic((D,), F, hidden=16, embedding=4)
         self.mutual_information = MutualInformation(
             (D,), F, weight=w["mutual_information"], critic=critic, critic_steps=2
         )

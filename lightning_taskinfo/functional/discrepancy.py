@@ -4,41 +4,28 @@ r"""Discrepancies between distributions, estimated from samples: mutual informat
 estimates of it come from one matrix of critic scores. Entry ``scores[i, j]`` is the critic
 :math:`M(x_i, z_j)`: the diagonal holds samples of the joint distribution, everything beside it
 samples of the product. Expectations of :math:`e^M` go through ``logsumexp``. Every estimate is in nats.
-
-``negatives="all"`` takes the whole matrix as samples of the product, the diagonal included, as
-torch-mist's losses do. A share :math:`1/B` of them is then of the joint distribution: scores are
-pulled towards zero, which takes variance away and, where the information is large beside
-:math:`\log B`, information too. ``"others"`` leaves the diagonal out.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lightning_taskinfo._ranges import check_choice, check_positive
-
-Negatives = Literal["others", "all"]
+from lightning_taskinfo._ranges import check_positive
 
 
-def donsker_varadhan(
-    scores: Tensor,
-    *,
-    negatives: Negatives = "others",
-) -> Tensor:
+def donsker_varadhan(scores: Tensor) -> Tensor:
     r"""Lower bound of Donsker and Varadhan.
 
     .. math:: \hat I = \mathbb{E}_{joint}[M] - \log \mathbb{E}_{prod}[e^M]
 
     Its gradient on a mini-batch is biased, because the logarithm is outside of the mean: see
-    :func:`mine`. With all pairs as negatives it is never above :math:`\log B`.
+    :func:`mine`.
 
     Args:
         scores: Critic scores, shape ``[B, B]``.
-        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
         The estimate, a scalar.
@@ -47,15 +34,13 @@ def donsker_varadhan(
         >>> donsker_varadhan(torch.eye(2))
         tensor(1.)
     """
-    joint, product = joint_and_product(scores, negatives)
+    joint, product = joint_and_product(scores)
     return joint.mean() - log_mean_exp(product)
 
 
 def mine(
     scores: Tensor,
     log_average: Tensor,
-    *,
-    negatives: Negatives = "others",
 ) -> Tensor:
     r"""Value of :func:`donsker_varadhan`, gradient corrected by a moving average.
 
@@ -65,7 +50,6 @@ def mine(
         scores: Critic scores, shape ``[B, B]``.
         log_average: Logarithm of the moving average :math:`\overline{e^M}` over mini-batches, this
             one included (:func:`update_log_average`), a scalar; of this one alone where it is not finite.
-        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
         The estimate, a scalar.
@@ -80,7 +64,7 @@ def mine(
     References:
         Belghazi et al., *Mutual Information Neural Estimation*, ICML 2018.
     """
-    joint, product = joint_and_product(scores, negatives)
+    joint, product = joint_and_product(scores)
     log_mean = log_mean_exp(product)
     average = log_average if log_average.isfinite() else log_mean
     corrected = (log_mean - average.detach()).exp()  # its gradient is E[e^M ∇M] / average
@@ -92,8 +76,6 @@ def update_log_average(
     log_average: Tensor,
     scores: Tensor,
     decay: float,
-    *,
-    negatives: Negatives = "others",
 ) -> Tensor:
     r"""Move the logarithm of the average of :math:`e^M` over the product one mini-batch further.
 
@@ -102,7 +84,6 @@ def update_log_average(
             taken whole.
         scores: Critic scores, shape ``[B, B]``.
         decay: Share of the old average that is kept.
-        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
         The new average's logarithm, a scalar without gradient.
@@ -111,7 +92,7 @@ def update_log_average(
         >>> update_log_average(torch.tensor(-torch.inf), torch.zeros(3, 3), decay=0.99)
         tensor(0.)
     """
-    _, product = joint_and_product(scores.detach(), negatives)
+    _, product = joint_and_product(scores.detach())
     current = log_mean_exp(product)
     if log_average == -math.inf:
         return current
@@ -123,8 +104,6 @@ def update_log_average(
 def smile(
     scores: Tensor,
     clip: float = 5.0,
-    *,
-    negatives: Negatives = "others",
 ) -> Tensor:
     r"""Donsker–Varadhan with the density ratio clipped: less variance for some bias.
 
@@ -138,7 +117,6 @@ def smile(
     Args:
         scores: Critic scores, shape ``[B, B]``.
         clip: The :math:`\tau` above.
-        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
         The estimate, a scalar.
@@ -155,15 +133,11 @@ def smile(
         ICLR 2020.
     """
     check_positive(clip=clip)
-    joint, product = joint_and_product(scores, negatives)
+    joint, product = joint_and_product(scores)
     return joint.mean() - log_mean_exp(product.clamp(-clip, clip))
 
 
-def nwj(
-    scores: Tensor,
-    *,
-    negatives: Negatives = "others",
-) -> Tensor:
+def nwj(scores: Tensor) -> Tensor:
     r"""Lower bound of Nguyen, Wainwright and Jordan, also known as f-GAN KL and MINE-f.
 
     .. math:: \hat I = \mathbb{E}_{joint}[M] - e^{-1}\, \mathbb{E}_{prod}[e^M]
@@ -173,7 +147,6 @@ def nwj(
     Args:
         scores: Critic scores, shape ``[B, B]``; the optimal critic is
             :math:`1 + \log p(x,z)/(p(x)p(z))`.
-        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
         The estimate, a scalar.
@@ -182,7 +155,7 @@ def nwj(
         >>> nwj(torch.ones(3, 3))
         tensor(0.)
     """
-    joint, product = joint_and_product(scores, negatives)
+    joint, product = joint_and_product(scores)
     return joint.mean() - (log_mean_exp(product) - 1).exp()
 
 
@@ -206,23 +179,16 @@ def info_nce(scores: Tensor) -> Tensor:
     return log_ratios.mean() + math.log(len(scores))
 
 
-def jensen_shannon(
-    scores: Tensor,
-    *,
-    negatives: Negatives = "others",
-) -> Tensor:
+def jensen_shannon(scores: Tensor) -> Tensor:
     r"""The Jensen–Shannon objective: what a critic should ascend. Not an estimate of the mutual information.
 
     .. math:: \mathbb{E}_{joint}[-\mathrm{softplus}(-M)] - \mathbb{E}_{prod}[\mathrm{softplus}(M)]
 
     This is logistic regression of joint against product samples: bounded above by 0, with
-    :math:`M = \log p(x,z)/(p(x)p(z))` as its optimum, which is the critic that :func:`smile` wants to read. With all
-    pairs as negatives the optimum is lower: with :math:`r = p(x,z)/(p(x)p(z))` it is
-    :math:`\log r - \log(1 + (r - 1)/B)`, which stays below :math:`\log B`.
+    :math:`M = \log p(x,z)/(p(x)p(z))` as its optimum, which is the critic that :func:`smile` wants to read.
 
     Args:
         scores: Critic scores, shape ``[B, B]``.
-        negatives: Which pairs stand for the product: ``"others"`` or ``"all"``.
 
     Returns:
         The objective, a scalar.
@@ -231,37 +197,28 @@ def jensen_shannon(
         >>> jensen_shannon(torch.zeros(2, 2))  # -2 log 2
         tensor(-1.3863)
     """
-    joint, product = joint_and_product(scores, negatives)
+    joint, product = joint_and_product(scores)
     return logsigmoid(joint).mean() + logsigmoid(-product).mean()
 
 
-def joint_and_product(
-    scores: Tensor,
-    negatives: Negatives = "others",
-) -> tuple[Tensor, Tensor]:
-    """Return the diagonal of a score matrix, shape ``[B]``, and the rest, ``[B * (B - 1)]``, or all, ``[B * B]``.
+def joint_and_product(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the diagonal of a score matrix, shape ``[B]``, and the rest, ``[B * (B - 1)]``.
 
     Args:
         scores: Score of each input (row) with each feature (column), shape ``[B, B]``.
-        negatives: Whether the ``"others"`` alone or ``"all"`` pairs stand for the product
-            distribution.
 
     Raises:
-        ValueError: If ``scores`` is not a square matrix of at least two samples, or ``negatives``
-            unknown.
+        ValueError: If ``scores`` is not a square matrix of at least two samples.
 
     Example:
         >>> joint_and_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         (tensor([1., 4.]), tensor([2., 3.]))
     """
-    check_choice(get_args(Negatives), negatives=negatives)
     B = len(scores)
     if B < 2 or scores.shape != (B, B):
         raise ValueError(
             f"`scores` must have shape [B, B] with B of at least 2, got {tuple(scores.shape)}."
         )
-    if negatives == "all":
-        return scores.diagonal(), scores.flatten()
     # Without its first entry, the matrix read in rows of B + 1 has the diagonal as its last column.
     product = scores.flatten()[1:].view(B - 1, B + 1)[:, :-1]
     return scores.diagonal(), product.flatten()

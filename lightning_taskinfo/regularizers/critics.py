@@ -4,67 +4,60 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._random import own_randomness
-from lightning_taskinfo._ranges import check_choice, check_counts, check_finite, check_positive
-from lightning_taskinfo.functional.discrepancy import Negatives, jensen_shannon, smile
+from lightning_taskinfo._ranges import check_counts, check_finite, check_positive
+from lightning_taskinfo.functional.discrepancy import jensen_shannon, smile
 
-CriticKind = Literal["separable", "bilinear", "concatenated"]
 Shape: TypeAlias = Sequence[int]
+CLIP = 5.0  # of SMILE
 SAMPLES = 40  # the fewest to train, pick and read on
 
 
-class ProductCritic(nn.ModuleDict):
+class SeparableCritic(nn.Module):
     r"""Scores :math:`M(x_i, z_j) = f(x_i) \cdot g(z_j)`: one pass over each batch, whatever the number of pairs.
 
-    Its two modules are :math:`f`, a tower, and :math:`g`, another tower, or a matrix in the bilinear critic.
-    """
-
-    def forward(self, inputs: Tensor, features: Tensor) -> Tensor:
-        """Return the scores of all pairs, shape ``[B, B]``."""
-        f, g = self.values()
-        return f(inputs) @ g(features).T
-
-
-class ConcatenatedCritic(nn.Module):
-    r"""Scores :math:`M(x_i, z_j) = h([f(x_i), z_j])`: the most expressive, at :math:`B^2` passes through :math:`h`.
+    Its initial weights depend on ``seed`` only; the global generator is left alone.
 
     Args:
-        input_shape: Shape of one input; an image-shaped one gets a small convolutional tower first.
+        input_shape: Shape of one input; an image-shaped one gets a small convolutional tower.
         feature_dim: Width of the features.
         hidden: Width of the hidden layers.
-        embedding: Width of an image's embedding; flat inputs are taken as they are.
+        embedding: Width of what :math:`f` and :math:`g` return.
+        seed: Seed of the initial weights.
+
+    Raises:
+        ValueError: If ``feature_dim`` is not positive.
+
+    Example:
+        >>> from torch import zeros
+        >>> critic = SeparableCritic((4,), 2)
+        >>> critic(zeros(3, 4), zeros(3, 2)).shape
+        torch.Size([3, 3])
     """
 
     def __init__(
         self,
         input_shape: Shape,
         feature_dim: int,
-        hidden: int,
-        embedding: int,
+        *,
+        hidden: int = 256,
+        embedding: int = 32,
+        seed: int = 0,
     ) -> None:
         super().__init__()
-        self.input_tower: nn.Module = nn.Flatten()
-        width = math.prod(input_shape)
-        if len(input_shape) == 3:
+        check_counts(feature_dim=feature_dim)
+        with own_randomness(seed):
             self.input_tower = tower(input_shape, hidden, embedding)
-            width = embedding
-        # The first layer of [x, z] is the sum of one of x and one of z: B of each instead of B² of
-        # both.
-        self.from_input = nn.Linear(width, hidden)
-        self.from_features = nn.Linear(feature_dim, hidden, bias=False)
-        self.score = nn.Sequential(nn.ReLU(), *_dense(hidden, hidden, 1))
+            self.feature_tower = tower((feature_dim,), hidden, embedding)
 
     def forward(self, inputs: Tensor, features: Tensor) -> Tensor:
         """Return the scores of all pairs, shape ``[B, B]``."""
-        a = self.from_input(self.input_tower(inputs))  # [B, H]
-        b = self.from_features(features)  # [B, H]
-        pairs = a[:, None] + b[None]  # [B, B, hidden]
-        return self.score(pairs).squeeze(-1)
+        return self.input_tower(inputs) @ self.feature_tower(features).T
 
 
 def tower(
@@ -82,57 +75,18 @@ def tower(
     layers: list[nn.Module] = []
     size = math.prod(shape)
     if len(shape) == 3:
-        channels, height, width = shape
+        channels, *sides = shape
         layers = [
             nn.Conv2d(channels, 16, 3, stride=2, padding=1),
             nn.ReLU(),
             nn.Conv2d(16, 32, 3, stride=2, padding=1),
             nn.ReLU(),
         ]
-        # Halved twice, and rounded up.
-        size = 32 * math.ceil(height / 4) * math.ceil(width / 4)
-    return nn.Sequential(*layers, nn.Flatten(), *_dense(size, hidden, hidden, out))
-
-
-def _dense(*widths: int) -> list[nn.Module]:
-    """Return linear layers from each width to the next, with ReLUs between them."""
-    layers: list[nn.Module] = []
-    for width, following in pairwise(widths):
+        size = 32 * math.prod(math.ceil(side / 4) for side in sides)  # halved twice, and rounded up
+    layers.append(nn.Flatten())
+    for width, following in pairwise([size, hidden, hidden, out]):
         layers += [nn.Linear(width, following), nn.ReLU()]
-    return layers[:-1]
-
-
-def make_critic(
-    kind: CriticKind,
-    input_shape: Shape,
-    feature_dim: int,
-    *,
-    hidden: int = 256,
-    embedding: int = 32,
-    seed: int = 0,
-) -> nn.Module:
-    """Build a critic whose initial weights depend on ``seed`` only; the global generator is left alone.
-
-    Raises:
-        ValueError: If ``kind`` is unknown or ``feature_dim`` is not positive.
-
-    Example:
-        >>> from torch import zeros
-        >>> critic = make_critic("bilinear", (4,), 2)
-        >>> critic(zeros(3, 4), zeros(3, 2)).shape
-        torch.Size([3, 3])
-    """
-    check_choice(get_args(CriticKind), critic=kind)
-    check_counts(feature_dim=feature_dim)
-    with own_randomness(seed):
-        if kind == "concatenated":
-            return ConcatenatedCritic(input_shape, feature_dim, hidden, embedding)
-        input_tower = tower(input_shape, hidden, embedding)
-        if kind == "bilinear":
-            matrix = nn.Linear(feature_dim, embedding, bias=False)
-            return ProductCritic({"input_tower": input_tower, "bilinear": matrix})
-        feature_tower = tower((feature_dim,), hidden, embedding)
-        return ProductCritic({"input_tower": input_tower, "feature_tower": feature_tower})
+    return nn.Sequential(*layers[:-1])
 
 
 class MutualInformationEstimate(NamedTuple):
@@ -157,12 +111,10 @@ def estimate_mutual_information(
     inputs: Tensor,
     features: Tensor,
     *,
-    critic: CriticKind | nn.Module = "separable",
+    critic: nn.Module | None = None,
     steps: int = 1000,
     batch_size: int = 128,
     learning_rate: float = 5e-4,
-    negatives: Negatives = "others",
-    clip: float = 5.0,
     seed: int = 0,
 ) -> MutualInformationEstimate:
     r"""Estimate :math:`I(x; z)` with a freshly trained critic, on held-out samples.
@@ -181,24 +133,19 @@ def estimate_mutual_information(
     Args:
         inputs: Samples, shape ``[N, *input_shape]``, or ``[N]`` for one number each.
         features: Their features, shape ``[N, F]``, or ``[N]`` for one number each.
-        critic: ``"separable"``, ``"bilinear"``, ``"concatenated"``, or a module that maps ``B``
-            inputs and features to scores ``[B, B]``; it is copied, not changed.
+        critic: A module that maps ``B`` inputs and features to scores ``[B, B]``; it is copied, not
+            changed. By default a :class:`.regularizers.critics.SeparableCritic`.
         steps: Training steps.
         batch_size: Samples a step.
         learning_rate: Learning rate of Adam.
-        negatives: Which pairs of a batch stand for the product while the critic is trained:
-            ``"others"``, or ``"all"``, the joint pairs included: less variance and less
-            information, see :mod:`.functional.discrepancy`. SMILE is read on the others in
-            either case.
-        clip: The :math:`\tau` of SMILE.
         seed: Seed of the split, the batches and the critic.
 
     Returns:
         Estimate, standard error and number of test samples.
 
     Raises:
-        ValueError: If there are fewer than 40 samples, shapes do not fit, values are not finite, a
-            number is out of range, or ``negatives`` is unknown.
+        ValueError: If there are fewer than 40 samples, shapes do not fit, values are not finite, or
+            a number is out of range.
 
     Example:
         >>> x = torch.randn(400, 2, generator=Generator().manual_seed(0))
@@ -208,7 +155,7 @@ def estimate_mutual_information(
     check_counts(steps=steps)
     if batch_size < 2:
         raise ValueError(f"`batch_size` must be at least 2, got {batch_size}.")
-    check_positive(clip=clip, learning_rate=learning_rate)
+    check_positive(learning_rate=learning_rate)
     N = len(inputs)
     if N < SAMPLES or len(features) != N:
         raise ValueError(
@@ -221,11 +168,10 @@ def estimate_mutual_information(
     train, pick, test = order.tensor_split([int(0.6 * N), int(0.8 * N)])
     x = _standardised(inputs, train)
     z = _standardised(features, train)
-    if isinstance(critic, nn.Module):
-        fresh = deepcopy(critic)
-    else:
+    fresh = deepcopy(critic)
+    if fresh is None:
         with torch.device("cpu"):  # the same weights, whatever the default device
-            fresh = make_critic(critic, x.shape[1:], z[0].numel(), seed=seed)
+            fresh = SeparableCritic(x.shape[1:], z[0].numel(), seed=seed)
     fresh = fresh.to(inputs.device).float().requires_grad_()
     optimizer = torch.optim.Adam(fresh.parameters(), lr=learning_rate)
     best = None
@@ -234,21 +180,22 @@ def estimate_mutual_information(
         chosen = torch.randperm(len(train), generator=generator, device="cpu")[:batch_size]
         rows = train[chosen.to(train.device)]
         with torch.enable_grad():
-            loss = -jensen_shannon(fresh(x[rows], z[rows]), negatives=negatives)
+            loss = -jensen_shannon(fresh(x[rows], z[rows]))
             optimizer.zero_grad()
             loss.backward()
         optimizer.step()
         if step % 20 == 0 or step == steps:
             rows = pick[:1024]
             with torch.no_grad():
-                objective = jensen_shannon(fresh(x[rows], z[rows]), negatives=negatives)
+                objective = jensen_shannon(fresh(x[rows], z[rows]))
             if objective > best_objective:
                 best = deepcopy(fresh)
                 best_objective = objective.item()
     rows = test[:2048]  # all pairs are scored
     if best is None:
         return MutualInformationEstimate(0.0, 0.0, len(rows))
-    return _read(best, x[rows], z[rows], clip)
+    with torch.no_grad():
+        return _read(best(x[rows], z[rows]))
 
 
 def _standardised(values: Tensor, rows: Tensor) -> Tensor:
@@ -260,19 +207,11 @@ def _standardised(values: Tensor, rows: Tensor) -> Tensor:
     return (values - values[rows].mean(0)) / torch.where(std > 0, std, 1.0)
 
 
-@torch.no_grad()
-def _read(
-    critic: nn.Module,
-    x: Tensor,
-    z: Tensor,
-    clip: float,
-) -> MutualInformationEstimate:
-    """Return the SMILE estimate, and its standard error from estimates on parts of the samples."""
-    n = len(x)
-    count = max(2, min(8, n // 4))
-    estimates = []
-    for some_x, some_z in zip(x.tensor_split(count), z.tensor_split(count), strict=True):
-        estimates.append(smile(critic(some_x, some_z), clip))
-    standard_error = torch.stack(estimates).std() / count**0.5
-    whole = smile(critic(x, z), clip)
-    return MutualInformationEstimate(whole.item(), standard_error.item(), n)
+def _read(scores: Tensor) -> MutualInformationEstimate:
+    """Return the SMILE estimate, and its standard error from what each sample adds to it."""
+    n = len(scores)
+    ratios = scores.clamp(-CLIP, CLIP).exp().fill_diagonal_(0)
+    product = ratios.sum(0) + ratios.sum(1)  # of all pairs with a sample
+    influence = scores.diagonal() - 2 * product / product.mean()
+    standard_error = influence.std() / n**0.5
+    return MutualInformationEstimate(smile(scores, CLIP).item(), standard_error.item(), n)

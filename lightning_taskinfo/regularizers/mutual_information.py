@@ -17,22 +17,21 @@ from lightning_taskinfo.regularizers._base import (
     checked_shape,
     mean_over_ranks,
 )
-from lightning_taskinfo.regularizers.critics import CriticKind, make_critic
+from lightning_taskinfo.regularizers.critics import CLIP, SeparableCritic
 
 Objective = Literal["jensen_shannon", "donsker_varadhan", "mine", "nwj", "info_nce"]
-Turns = Literal["step", "epoch"]
 
 
 class MutualInformation(Regularizer):
     r"""Penalty :math:`\lambda \hat I(x; z)`: make the features of unlabelled target inputs tell less about them.
 
     A critic :math:`M(x, z)` is trained to **maximise** the objective while the network, through the
-    penalty, minimises it, in turns: by step, or by epoch as in the paper (critic in even epochs,
-    network in odd ones). Critic and network follow ``objective``. What is reported, :attr:`value`,
-    is in nats: the SMILE estimate for the Jensen–Shannon objective, the objective itself for the
-    others, which are estimates of their own. SMILE is refused as an objective: once the product
-    scores are clipped nothing holds the joint scores back. A lower bound that is being minimised
-    promises nothing: check the result with :func:`estimate_mutual_information`.
+    penalty, minimises it, in turns at each step. Critic and network follow ``objective``. What is
+    reported, :attr:`value`, is in nats: the SMILE estimate (:math:`\tau = 5`) for the Jensen–Shannon
+    objective, the objective itself for the others, which are estimates of their own. SMILE is
+    refused as an objective: once the product scores are clipped nothing holds the joint scores
+    back. A lower bound that is being minimised promises nothing: check the result with
+    :func:`estimate_mutual_information`.
 
     The critic has its own optimizer in here, whose state goes into the checkpoint. Its parameters
     do not require gradients, so that the network's optimizer, clipping and DDP never see them; its
@@ -43,17 +42,11 @@ class MutualInformation(Regularizer):
         input_shape: Shape of one input.
         feature_dim: Width of the features.
         weight: The :math:`\lambda`, or a :class:`WeightSchedule`.
-        critic: ``"separable"``, ``"bilinear"``, ``"concatenated"``, or a module that maps inputs
-            ``[B, *input_shape]`` and features ``[B, F]`` to scores ``[B, B]``.
+        critic: A module that maps inputs ``[B, *input_shape]`` and features ``[B, F]`` to scores
+            ``[B, B]``; by default a :class:`.regularizers.critics.SeparableCritic`.
         objective: What critic and network follow: ``"jensen_shannon"``, ``"donsker_varadhan"``,
             ``"mine"`` (the same with the moving-average correction of its gradient), ``"nwj"`` or
             ``"info_nce"``.
-        negatives: Which pairs of a batch stand for the product in the objective: ``"others"``, or
-            ``"all"``, the joint pairs included: less variance and less information, see
-            :mod:`.functional.discrepancy`. The SMILE estimate is read on the others in
-            either case. InfoNCE always counts the joint pairs.
-        clip: The :math:`\tau` of the SMILE estimate.
-        alternate: Take turns by ``"step"`` or by ``"epoch"``.
         critic_steps: Critic steps per call. If a fresh estimate rises with the weight, the critic
             is too slow: take more of them.
         learning_rate: Learning rate of the critic's Adam.
@@ -79,34 +72,22 @@ class MutualInformation(Regularizer):
         feature_dim: int,
         *,
         weight: Weight = 0.1,
-        critic: CriticKind | nn.Module = "separable",
+        critic: nn.Module | None = None,
         objective: Objective = "jensen_shannon",
-        negatives: mi.Negatives = "others",
-        clip: float = 5.0,
-        alternate: Turns = "step",
         critic_steps: int = 5,
         learning_rate: float = 1e-3,
         seed: int = 0,
     ) -> None:
         super().__init__(weight)
         check_choice(get_args(Objective), objective=objective)
-        check_choice(get_args(mi.Negatives), negatives=negatives)
-        check_choice(get_args(Turns), alternate=alternate)
-        if objective == "info_nce" and negatives == "all":
-            raise ValueError(
-                "`negatives` must be 'others' for InfoNCE, whose sum holds the joint pair anyway, got 'all'."
-            )
-        check_positive(clip=clip, learning_rate=learning_rate)
+        check_positive(learning_rate=learning_rate)
         check_counts(critic_steps=critic_steps)
         self.input_shape = checked_shape(input_shape)
         self.feature_dim = feature_dim
         self.objective = objective
-        self.negatives = negatives
-        self.clip = clip
-        self.alternate = alternate
         self.critic_steps = critic_steps
-        if not isinstance(critic, nn.Module):
-            critic = make_critic(critic, self.input_shape, feature_dim, seed=seed)
+        if critic is None:
+            critic = SeparableCritic(self.input_shape, feature_dim, seed=seed)
         self.critic = critic.requires_grad_(False).float()
         self.register_buffer("log_average", torch.tensor(-torch.inf))
         self._optimizer = torch.optim.Adam(self.critic.parameters(), lr=learning_rate)
@@ -118,11 +99,10 @@ class MutualInformation(Regularizer):
             inputs: Unlabelled inputs, shape ``[B, *input_shape]``.
             features: Their features, shape ``[B, feature_dim]``; the penalty's gradient flows into
                 these only.
-            epoch: Current epoch, for the weight and for turns by epoch.
+            epoch: Current epoch, for the weight.
 
         Returns:
-            ``weight * objective``, a scalar; :attr:`value` is the estimate. Zero while it is the
-            critic's turn.
+            ``weight * objective``, a scalar; :attr:`value` is the estimate.
 
         Raises:
             ValueError: If shapes are wrong, inputs are not finite, or the batch holds fewer than
@@ -131,20 +111,16 @@ class MutualInformation(Regularizer):
         check_rows("inputs", inputs, self.input_shape)
         check_rows("features", features, [self.feature_dim], rows=len(inputs))
         check_finite("inputs", inputs)
-        by_step = self.alternate == "step"
-        weight = 0.0
-        if by_step or epoch % 2 == 1:
-            weight = self.schedule(epoch)
         with torch.autocast(inputs.device.type, enabled=False):
             x = inputs.detach().float()
             z = features.float()
-            if self.training and (by_step or epoch % 2 == 0):
+            if self.training:
                 self._train_critic(x, z.detach())
             scores = self.scores(x, z)
             objective = value = self._objective(scores)
             if self.objective == "jensen_shannon":  # which is no estimate in nats
-                value = mi.smile(scores, self.clip)
-        return self.penalty(objective, weight, value=value)
+                value = mi.smile(scores, CLIP)
+        return self.penalty(objective, self.schedule(epoch), value=value)
 
     def scores(self, inputs: Tensor, features: Tensor) -> Tensor:
         """Return the critic's scores of all pairs, shape ``[B, B]``, unmoved by its later steps."""
@@ -154,11 +130,9 @@ class MutualInformation(Regularizer):
 
     def _objective(self, scores: Tensor) -> Tensor:
         """Return what critic and network follow."""
-        if self.objective == "info_nce":
-            return mi.info_nce(scores)
-        if self.objective != "mine":
-            return getattr(mi, self.objective)(scores, negatives=self.negatives)
-        return mi.mine(scores, self.log_average, negatives=self.negatives)
+        if self.objective == "mine":
+            return mi.mine(scores, self.log_average)
+        return getattr(mi, self.objective)(scores)
 
     @torch.enable_grad()
     def _train_critic(self, x: Tensor, z: Tensor) -> None:
@@ -173,8 +147,7 @@ class MutualInformation(Regularizer):
         scores = self.critic(x, z)
         if self.objective == "mine":
             average = self.log_average
-            moved = mi.update_log_average(average, scores, 0.99, negatives=self.negatives)
-            (moved,) = mean_over_ranks(moved)
+            (moved,) = mean_over_ranks(mi.update_log_average(average, scores, 0.99))
             average.copy_(torch.where(moved.isfinite(), moved, average))
         parameters = list(self.critic.parameters())
         own = torch.autograd.grad(-self._objective(scores), parameters)

@@ -9,7 +9,6 @@ from torch import Tensor
 from lightning_taskinfo.functional import discrepancy as mi
 
 ESTIMATES = [mi.donsker_varadhan, mi.smile, mi.nwj, mi.info_nce, mi.jensen_shannon]
-WITH_NEGATIVES = [f for f in ESTIMATES if f is not mi.info_nce]
 
 
 def random_scores(B: int = 6, scale: float = 1.0) -> Tensor:
@@ -18,11 +17,11 @@ def random_scores(B: int = 6, scale: float = 1.0) -> Tensor:
     )
 
 
-def loop(name: str, scores: Tensor, negatives: str = "others") -> float:
+def loop(name: str, scores: Tensor) -> float:
     """The formulas, entry by entry."""
     M, B = scores.tolist(), len(scores)
     joint = [M[i][i] for i in range(B)]
-    product = [M[i][j] for i in range(B) for j in range(B) if i != j or negatives == "all"]
+    product = [M[i][j] for i in range(B) for j in range(B) if i != j]
     mean = lambda values: sum(values) / len(values)  # noqa: E731
     clipped = [min(max(math.exp(m), math.exp(-5)), math.exp(5)) for m in product]
     return {
@@ -40,42 +39,6 @@ def loop(name: str, scores: Tensor, negatives: str = "others") -> float:
 def test_equals_the_formula(estimate, scale):
     scores = random_scores(scale=scale)
     assert estimate(scores).item() == pytest.approx(loop(estimate.__name__, scores), rel=1e-12)
-
-
-@pytest.mark.parametrize("scale", [1.0, 10.0])
-@pytest.mark.parametrize("negatives", ["others", "all"])
-@pytest.mark.parametrize("estimate", WITH_NEGATIVES, ids=lambda f: f.__name__)
-def test_equals_the_formula_for_either_kind_of_negatives(estimate, negatives, scale):
-    scores = random_scores(scale=scale).requires_grad_()
-    value = estimate(scores, negatives=negatives)
-    assert value.item() == pytest.approx(loop(estimate.__name__, scores, negatives), rel=1e-12)
-    if scale == 1:
-        assert torch.autograd.gradcheck(
-            lambda scores: estimate(scores, negatives=negatives), (scores,)
-        )
-
-
-def test_mine_with_all_pairs_as_negatives():
-    scores, B = random_scores().requires_grad_(), 6
-    log_average = mi.update_log_average(
-        torch.tensor(-torch.inf), scores, decay=0.9, negatives="all"
-    )
-    assert log_average.exp().item() == pytest.approx(
-        sum(math.exp(m) for row in scores.tolist() for m in row) / B**2
-    )
-    value = mi.mine(scores, log_average + 0.3, negatives="all")
-    torch.testing.assert_close(value, mi.donsker_varadhan(scores, negatives="all"))
-    (gradient,) = torch.autograd.grad(value, scores)
-    expected = torch.eye(B) / B - scores.detach().exp() / (log_average + 0.3).exp() / B**2
-    torch.testing.assert_close(gradient, expected)
-
-
-@pytest.mark.parametrize("B", [2, 16])
-def test_with_all_pairs_donsker_varadhan_is_at_most_log_batch(B):
-    assert mi.donsker_varadhan(random_scores(B, scale=1e3), negatives="all") <= math.log(B)
-    far = 1e4 * torch.eye(B, dtype=torch.float64)
-    assert mi.donsker_varadhan(far, negatives="all").item() == pytest.approx(math.log(B))
-    assert mi.donsker_varadhan(far) > 1e3
 
 
 def optimal_scores(information: float, B: int, d: int = 20) -> Tensor:
@@ -153,12 +116,6 @@ def test_refuses_what_is_no_score_matrix(shape):
         ValueError, match=r"`scores` must have shape \[B, B\] with B of at least 2, got \("
     ):
         mi.donsker_varadhan(torch.zeros(shape))
-
-
-@pytest.mark.parametrize("estimate", WITH_NEGATIVES, ids=lambda f: f.__name__)
-def test_refuses_other_negatives(estimate):
-    with pytest.raises(ValueError, match="`negatives` must be one of others, all, got 'some'"):
-        estimate(torch.zeros(2, 2), negatives="some")
 
 
 def test_refuses_a_clip_that_is_not_positive():
