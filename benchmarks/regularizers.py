@@ -216,7 +216,7 @@ def penalty_cost(network, turns: int, name: str) -> dict:
         ensemble(torch.zeros(64, K), index, epoch=0)
         penalty = lambda model, loss_fn, z, z_u, out_u: ensemble(out_u, index, epoch=40)  # noqa: E731
     else:
-        flat = LocalMinimumRegularizer(start=0)
+        flat = LocalMinimumRegularizer()
         penalty = lambda model, loss_fn, z, z_u, out_u: flat(model, loss_fn, (x, y))  # noqa: E731
     plain = step_with(lambda model, loss_fn, z, z_u, out_u: 0 * out_u.sum())
     return in_turns({"plain": plain, name: step_with(penalty)}, turns, steps_of(network))

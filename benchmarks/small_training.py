@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from lightning_taskinfo.data import load_digits, load_npz
-from lightning_taskinfo.regularizers import LocalMinimumRegularizer
+from lightning_taskinfo.regularizers import LocalMinimumRegularizer, WeightSchedule
 
 Split = tuple[Tensor, Tensor]
 
@@ -105,7 +105,9 @@ def train(x: Tensor, y: Tensor, settings: dict) -> tuple[nn.Module, int]:
     model, generator = network(x.shape[1:], seed), Generator().manual_seed(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings["learning_rate"], momentum=0.9)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, drops)
-    regularizer = LocalMinimumRegularizer(weight=weight, parts=8)
+    regularizer = LocalMinimumRegularizer(
+        weight=WeightSchedule(weight, start=min(drops, default=0)), parts=8
+    )
     loss_fn = lambda part: cross_entropy(model(part[0]), part[1])  # noqa: E731
     near = False
     for epoch in range(settings["max_epochs"]):
@@ -117,10 +119,7 @@ def train(x: Tensor, y: Tensor, settings: dict) -> tuple[nn.Module, int]:
             inputs = functools.reduce(lambda a, f: f(a, generator), scheme, x[rows])
             loss = loss_fn((inputs, y[rows]))
             if weight and len(rows) >= 8:
-                rate = optimizer.param_groups[0]["lr"]
-                loss = loss + regularizer(
-                    model, loss_fn, (inputs, y[rows]), epoch=epoch, learning_rate=rate
-                )
+                loss = loss + regularizer(model, loss_fn, (inputs, y[rows]), epoch=epoch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

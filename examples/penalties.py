@@ -77,7 +77,7 @@ class Digits(
             add_weight_noise(self.head)
             self.information = WeightInformation(weight, num_samples=unlabelled)
         elif penalty == "local_minimum":
-            self.local_minimum = LocalMinimumRegularizer(weight=weight, start=0)
+            self.local_minimum = LocalMinimumRegularizer(weight=weight)
         elif penalty == "mk_mmd":
             self.mk_mmd = MultiKernelMMD(weight=weight)
         elif penalty == "temporal_ensembling":

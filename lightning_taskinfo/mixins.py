@@ -226,33 +226,16 @@ class LocalMinimumMixin(PenaltyMixin):
     """Prefers flat minima; set ``self.local_minimum`` in ``__init__``."""
 
     local_minimum: LocalMinimumRegularizer
-    _looked_for_a_drop = False
 
     def local_minimum_penalty(self, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
         """Return ``weight * R`` for the mean loss that ``loss_fn`` computes of a part of ``batch``.
-
-        By default it is 0 until the learning rate drops to half; a module without a scheduler is
-        warned about that, once.
 
         Args:
             loss_fn: The mean loss of a part of the batch, a scalar.
             batch: A tensor, or a tuple, list or dict of tensors, whose first axes are cut into
                 equal parts.
         """
-        trainer = _trainer(self)
-        waits = self.local_minimum.start == "learning_rate_drop"
-        rate = None
-        if trainer is not None and trainer.optimizers:
-            rate = trainer.optimizers[0].param_groups[0]["lr"]
-            if waits and not self._looked_for_a_drop and not trainer.lr_scheduler_configs:
-                warn(
-                    "`local_minimum` waits for the learning rate to drop to half, and there is no scheduler to do it: "
-                    "the penalty stays 0; set `start` of `LocalMinimumRegularizer` to an epoch."
-                )
-            self._looked_for_a_drop = True
-        return self.local_minimum(
-            self, loss_fn, batch, epoch=self.current_epoch, learning_rate=rate
-        )
+        return self.local_minimum(self, loss_fn, batch, epoch=self.current_epoch)
 
 
 class MultiKernelMMDMixin(PenaltyMixin):

@@ -71,7 +71,7 @@ class PenalisedSteps:
         self.mutual_information = MutualInformation(
             (D,), F, weight=w["mutual_information"], critic=critic, critic_steps=2
         )
-        self.local_minimum = LocalMinimumRegularizer(weight=w["local_minimum"], parts=2, start=0)
+        self.local_minimum = LocalMinimumRegularizer(weight=w["local_minimum"], parts=2)
         self.mk_mmd = MultiKernelMMD(weight=w["mk_mmd"])
         self.temporal_ensembling = TemporalEnsembling(N, K, weight=w["temporal_ensembling"])
 

@@ -41,7 +41,7 @@ from small_training import AUGMENTATIONS, load, mislabel  # isort: skip
 
 from lightning_taskinfo.fisher import gradient_gram
 from lightning_taskinfo.functional.minima import local_minimum_summary, normalise_logits
-from lightning_taskinfo.regularizers import LocalMinimumRegularizer
+from lightning_taskinfo.regularizers import LocalMinimumRegularizer, WeightSchedule
 
 BASE = {"mislabelled": 0.0, "augmentation": "none", "batch_size": 128}
 SCENARIOS: dict[str, list[Any]] = {
@@ -93,7 +93,7 @@ def train(x: Tensor, y: Tensor, settings: Row) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     drops = [settings["epochs"] // 2, 3 * settings["epochs"] // 4]
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, drops)
-    regularizer = LocalMinimumRegularizer(weight=settings["weight"])
+    regularizer = LocalMinimumRegularizer(weight=WeightSchedule(settings["weight"], start=drops[0]))
     scheme: tuple[Callable[..., Tensor], ...] = AUGMENTATIONS[settings["augmentation"]]
 
     def loss_of(part: tuple[Tensor, Tensor]) -> Tensor:
@@ -104,8 +104,7 @@ def train(x: Tensor, y: Tensor, settings: Row) -> nn.Module:
             batch = functools.reduce(lambda a, f: f(a, g), scheme, x[rows]), y[rows]
             loss = loss_of(batch)
             if settings["weight"] and len(rows) >= 8:
-                rate = optimizer.param_groups[0]["lr"]
-                loss = loss + regularizer(model, loss_of, batch, epoch=epoch, learning_rate=rate)
+                loss = loss + regularizer(model, loss_of, batch, epoch=epoch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Generator, Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
 from lightning_taskinfo import _ranges
 from lightning_taskinfo._observe import observing
@@ -18,9 +18,8 @@ from lightning_taskinfo.regularizers import _base
 
 _FEWEST = 8  # samples of a batch whose scale is looked at
 _FAR = 100.0  # times the expected variance is too far, and so is its inverse
-_FACTORED = 4096  # inputs up to which their covariance is formed and factored
-Batches: TypeAlias = Callable[[], Iterator[Tensor]]
-"""Gives a new iterator over flat inputs ``[B, D]`` each time it is called."""
+_LONGEST = 4096  # inputs whose covariance is formed and factored
+_RIDGE = 1e-3  # on the diagonals of covariances, relative to their mean
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
@@ -41,22 +40,22 @@ class Lautum(_base.Regularizer):
     the whole average, so that the weight means the same at every ``decay``.
 
     **Positive definiteness.** The estimates do not come from the same samples, so an estimated :math:`\rho_j` could
-    reach 1. Three steps rule it out: :math:`\Sigma_x` gets a ridge, :math:`\rho_j^2` is multiplied by
+    reach 1. Three steps rule it out: the covariances get a ridge of a thousandth of their mean diagonal,
+    :math:`\rho_j^2` is multiplied by
     :math:`n/(n+r)` (what :math:`n` samples of :math:`r` independent directions overestimate it by), and
     :math:`\rho_j` is cut at 1 and multiplied by ``1 - shrinkage``. That is also the cap of this information, which
     has none of its own: :math:`L \le K \ell(1 - \text{shrinkage})`, 8.1 nats per output by default.
 
     Args:
-        input_shape: Shape of one input.
+        input_shape: Shape of one input, of at most 4,096 numbers; larger ones can be handed over smaller, pooled say.
         num_outputs: Number of logits :math:`K`.
         weight: The :math:`\lambda`, or a :class:`WeightSchedule`. With 0.01 the penalty's gradient was three
             times the loss's on 8×8 digits, and the labels were not learned (``benchmarks/gradient_ratio.py``).
         proxy: What stands for the weights: ``"logits"`` or ``"jacobian"``.
-        components: Principal directions :math:`r` of the inputs to keep. By default all of them for ``"logits"`` up to
-            4,096 inputs and 256 beyond; 64 for ``"jacobian"``.
+        components: Principal directions :math:`r` of the inputs to keep. By default all of them for ``"logits"``, and
+            64 for ``"jacobian"``.
         decay: Decay of the moving averages.
         shrinkage: Distance of the largest possible correlation from 1.
-        ridge: Added to the covariances' diagonals, relative to their mean.
         seed: Seed of the direction :math:`v`.
 
     Raises:
@@ -91,17 +90,19 @@ class Lautum(_base.Regularizer):
         components: int | None = None,
         decay: float = 0.999,
         shrinkage: float = 0.05,
-        ridge: float = 1e-3,
         seed: int = 0,
     ) -> None:
         super().__init__(weight)
         self.input_shape = _base.checked_shape(input_shape)
         D = math.prod(self.input_shape)
+        if D > _LONGEST:
+            raise ValueError(
+                f"`input_shape` must have at most {_LONGEST} numbers, got {D}: hand over smaller inputs, "
+                "such as pooled images."
+            )
         _ranges.check_choice(["logits", "jacobian"], proxy=proxy)
-        if components is None and proxy == "jacobian":
-            components = min(D, 64)
-        elif components is None:
-            components = D if D <= _FACTORED else 256
+        if components is None:
+            components = D if proxy == "logits" else min(D, 64)
         if not 1 <= components <= D:
             raise ValueError(
                 f"`components` must be between 1 and the number of inputs, {D}, got {components}."
@@ -109,13 +110,11 @@ class Lautum(_base.Regularizer):
         _ranges.check_counts(num_outputs=num_outputs)
         _ranges.check_values("in [0, 1)", decay=decay)
         _ranges.check_probability(shrinkage=shrinkage)
-        _ranges.check_positive(ridge=ridge)
         self.num_outputs = num_outputs
         self.proxy = proxy
         self.components = components
         self.decay = decay
         self.shrinkage = shrinkage
-        self.ridge = ridge
         self.seed = seed
         K = components if proxy == "jacobian" else num_outputs
         buffers = {
@@ -124,7 +123,7 @@ class Lautum(_base.Regularizer):
             "effective_dim": torch.zeros(()),
             "samples": torch.zeros((), dtype=torch.int64),  # 0: not fitted
             "cov_w": torch.zeros(K, K, dtype=torch.float64),
-            "cov_wx": torch.zeros(K, components, dtype=torch.float64),
+            "cov_wx": torch.zeros(K, D, dtype=torch.float64),
             "steps": torch.zeros((), dtype=torch.int64),
         }
         for name, zeros in buffers.items():
@@ -135,8 +134,7 @@ class Lautum(_base.Regularizer):
 
         Args:
             loader: Batches of inputs, of tuples that begin with them, or of dicts that hold them as ``"unlabeled"``.
-                It is read twice (four times above 4,096 inputs); each rank may bring its own part. Random
-                generators are put back afterwards.
+                It is read twice; each rank may bring its own part. Random generators are put back afterwards.
 
         Returns:
             The regularizer itself.
@@ -147,15 +145,17 @@ class Lautum(_base.Regularizer):
         batches = partial(flat_inputs, loader, self.input_shape)
         outputs = len(self.cov_w)
         with observing(self), torch.no_grad():
-            mean, samples = _mean(batches(), len(self.mean))
+            D = len(self.mean)
+            totals = _total(batches(), (D + 1,), lambda x: pad(x, (0, 1), value=1.0).sum(0))
+            samples = totals[-1]
             if samples <= outputs:
                 raise ValueError(
                     f"`loader` must hold more samples than there are outputs ({outputs}), got {int(samples)}: use a "
                     "larger unlabeled set."
                 )
-            whitener, effective_dim = _whitening(
-                batches, mean, samples, self.components, self.ridge
-            )
+            mean = totals[:-1] / samples
+            scatter = _total(batches(), (D, D), lambda x: (x - mean).T @ (x - mean))
+            whitener, effective_dim = _whitening(scatter / samples, self.components)
         self.mean.copy_(mean)
         self.samples.copy_(samples)
         self.whitener.copy_(whitener)
@@ -207,8 +207,6 @@ class Lautum(_base.Regularizer):
             w = w - w.mean(0)  # [B, K]
             if self.first_look(outputs):
                 _warn_of_scale(x[:64] @ self.whitener.T, self.effective_dim)
-            if self.components < len(self.mean):
-                x = x @ self.whitener.T  # a long input is never averaged
             cov_w, cov_wx = self._averages(_covariances(x, w))
             if _finite(cov_w, cov_wx):
                 n = self._effective_samples(len(x) * _base.world_size())
@@ -268,16 +266,14 @@ class Lautum(_base.Regularizer):
         cov_wx: Tensor,
         n: float,
     ) -> Tensor:
-        """Information from the covariance of ``w``, [K, K], and that with the inputs, [K, r].
+        """Information from the covariance of ``w``, [K, K], and that with the inputs, [K, D].
 
-        The latter is whitened here if all components of the inputs count, which is less work than whitening inputs.
+        The latter is whitened here, which is less work than whitening inputs.
         """
-        floor = self.ridge * cov_w.diagonal().mean().detach() + 1e-12
+        floor = _RIDGE * cov_w.diagonal().mean().detach() + 1e-12
         identity = torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device)
         factor = torch.linalg.cholesky(cov_w + floor * identity)
-        half = cov_wx
-        if self.components == len(self.mean):
-            half = (cov_wx.float() @ self.whitener.T).double()
+        half = (cov_wx.float() @ self.whitener.T).double()  # [K, r]
         whitened = torch.linalg.solve_triangular(factor, half, upper=False)
         fewer = n / (n + float(self.effective_dim))
         squared = torch.linalg.eigvalsh(whitened @ whitened.T) * fewer
@@ -287,14 +283,12 @@ class Lautum(_base.Regularizer):
 
 def _warn_of_scale(whitened: Tensor, effective_dim: Tensor) -> None:
     """Warn if the variance of a batch ``[B, r]`` is 100 times, or a hundredth of, what the fit expects."""
-    apart = (whitened - whitened[0]).abs().max()
-    copies = apart <= 1e-5 * whitened.abs().max()  # of one input, but for rounding
-    if len(whitened) < _FEWEST or copies:
+    if len(whitened) < _FEWEST:
         return
     # Around the batch's own mean: black images are not far from what images of bytes are like, as a
     # whole.
     ratio = float(whitened.var(0).sum() / effective_dim)  # NaN where the fit saw constants
-    if ratio > _FAR or ratio < 1 / _FAR:
+    if ratio > _FAR or 1e-10 < ratio < 1 / _FAR:  # less is that of copies, but for rounding
         warn(
             f"`inputs` must be on the scale of what `fit_inputs` was given, got {ratio:.2g} times its variance: the "
             "penalty means nothing then. Fit what the network is trained on, transforms included."
@@ -302,7 +296,7 @@ def _warn_of_scale(whitened: Tensor, effective_dim: Tensor) -> None:
 
 
 def _covariances(x: Tensor, w: Tensor) -> Pair:
-    """Covariance of the centred ``w``, [K, K], and of ``w`` with the inputs, [K, r]."""
+    """Covariance of the centred ``w``, [K, K], and of ``w`` with the inputs, [K, D]."""
     n = len(x) - 1
     return (w.T @ w).double() / n, (w.T @ x).double() / n
 
@@ -312,74 +306,28 @@ def _finite(*parts: Tensor) -> bool:
     return all(bool(part.sum().isfinite()) for part in parts)
 
 
-def _whitening(
-    batches: Batches,
-    mean: Tensor,
-    samples: Tensor,
-    components: int,
-    ridge: float,
-) -> Pair:
-    r"""Return :math:`W = (\Sigma_x + \epsilon \bar\lambda I)^{-1/2}`, and :math:`\mathrm{tr}\, W \Sigma_x W^\top`.
-
-    On all inputs it is a Cholesky factor; on fewer components, leading eigenvectors. These come from the covariance
-    where that fits (up to 4,096 inputs), and from three passes of subspace iteration where not. The ridge
-    :math:`\epsilon` is relative to the mean variance :math:`\bar\lambda` of the directions.
-    """
-    D = len(mean)
-    if D > _FACTORED:
-        generator = torch.Generator().manual_seed(0)
-        shape = (D, components + 10)
-        image = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-        for _ in range(3):
-            basis = torch.linalg.qr(image).Q
-            image = _scatter(batches(), mean, basis) / samples  # Σ basis
-        small = basis.T @ image  # Rayleigh–Ritz
-        matrix, effective_dim = _eigen((small + small.T) / 2, components, ridge)
-        return matrix @ basis.T, effective_dim
-    covariance = _scatter(batches(), mean) / samples
-    if components < D or not covariance.any():  # constant inputs have no Cholesky factor
-        return _eigen(covariance, components, ridge)
-    floor = ridge * covariance.diagonal().mean()
-    identity = torch.eye(D, dtype=covariance.dtype, device=covariance.device)
-    factor = torch.linalg.cholesky(covariance + floor * identity)
-    matrix = torch.linalg.solve_triangular(factor, identity, upper=False)
-    return matrix, D - floor * matrix.square().sum()
-
-
-def _mean(batches: Iterator[Tensor], size: int) -> Pair:
-    """Return the mean of all inputs, and their number."""
-    totals = torch.zeros(size + 1, dtype=torch.float64, device="cpu")
-    for x in batches:
-        totals[:-1] += x.double().sum(0).cpu()
-        totals[-1] += len(x)
-    (totals,) = _base.sum_over_ranks(totals)
-    samples = totals[-1]
-    return totals[:-1] / samples.clamp_min(1), samples
-
-
-def _scatter(
-    batches: Iterator[Tensor],
-    mean: Tensor,
-    basis: Tensor | None = None,
+def _total(
+    batches: Iterable[Tensor],
+    shape: tuple[int, ...],
+    term: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return ``Σ_i (x_i − mean)(x_i − mean)ᵀ``, times a basis ``[D, r]`` if there is one."""
-    total = mean.new_zeros(len(mean), len(mean) if basis is None else basis.shape[1])
+    """Return the sum of a term over batches and ranks, in float64."""
+    total = torch.zeros(shape, dtype=torch.float64, device="cpu")
     for x in batches:
-        centred = x.double().cpu() - mean
-        projected = centred if basis is None else centred @ basis
-        total += centred.T @ projected
+        total += term(x.double().cpu())
     return _base.sum_over_ranks(total)[0]
 
 
-def _eigen(
-    covariance: Tensor,
-    components: int,
-    ridge: float,
-) -> Pair:
+def _whitening(covariance: Tensor, components: int) -> Pair:
+    r"""Return :math:`W = (\Sigma_x + \epsilon \bar\lambda I)^{-1/2}`, and :math:`\mathrm{tr}\, W \Sigma_x W^\top`.
+
+    On the leading eigenvectors; the ridge :math:`\epsilon` is relative to the mean variance :math:`\bar\lambda` of
+    their directions.
+    """
     values, vectors = torch.linalg.eigh(covariance)
     values = values[-components:].flip(0).clamp_min(0)  # the largest first
     vectors = vectors[:, -components:].flip(1)
-    shrunk = values + ridge * values.mean()
+    shrunk = values + _RIDGE * values.mean()
     inverse = torch.where(shrunk > 0, shrunk, torch.inf).reciprocal()
     return inverse.sqrt()[:, None] * vectors.T, (values * inverse).sum()
 

@@ -1,9 +1,8 @@
 """Prefer flat minima: penalise how much one small gradient step changes the loss of a part of the batch."""
 
-import math
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -44,18 +43,17 @@ class LocalMinimumRegularizer(Regularizer):
     part of :math:`g_i`.
 
     Args:
-        weight: The :math:`\beta_R`, 1 to 100 in the paper, or a :class:`WeightSchedule`.
+        weight: The :math:`\beta_R`, 1 to 100 in the paper, or a :class:`WeightSchedule`: the paper starts after the
+            first drop of the learning rate.
         step_size: The :math:`\alpha`.
         parts: The :math:`M`. Samples beyond a multiple of it are left out of the penalty.
-        start: First epoch with the penalty, or ``"learning_rate_drop"``: as soon as the learning rate has fallen to
-            half of the highest one seen.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Example:
         >>> net, loss = nn.Linear(2, 1, bias=False), nn.MSELoss()
-        >>> regularizer = LocalMinimumRegularizer(weight=1.0, parts=2, start=0)
+        >>> regularizer = LocalMinimumRegularizer(weight=1.0, parts=2)
         >>> batch = torch.randn(4, 2), torch.randn(4, 1)
         >>> penalty = regularizer(net, lambda part: loss(net(part[0]), part[1]), batch)
         >>> bool(penalty > 0)
@@ -65,27 +63,18 @@ class LocalMinimumRegularizer(Regularizer):
         Jia, Su, *Information-Theoretic Local Minima Characterization and Regularization*, ICML 2020.
     """
 
-    highest_lr: Tensor
-    started: Tensor
-
     def __init__(
         self,
         *,
         weight: Weight = 10.0,
         step_size: float = 1e-4,
         parts: int = 8,
-        start: int | Literal["learning_rate_drop"] = "learning_rate_drop",
     ) -> None:
         super().__init__(weight)
         check_positive(step_size=step_size)
         check_counts(parts=parts)
-        if start != "learning_rate_drop" and (isinstance(start, str) or start < 0):
-            raise ValueError(f"`start` must be an epoch or 'learning_rate_drop', got {start!r}.")
         self.step_size = step_size
         self.parts = parts
-        self.start = start
-        self.register_buffer("highest_lr", torch.tensor(-math.inf, dtype=torch.float64))
-        self.register_buffer("started", torch.tensor(False))
 
     def forward(
         self,
@@ -94,7 +83,6 @@ class LocalMinimumRegularizer(Regularizer):
         batch: Any,
         *,
         epoch: int = 0,
-        learning_rate: float | None = None,
     ) -> Tensor:
         """Return the penalty.
 
@@ -102,15 +90,14 @@ class LocalMinimumRegularizer(Regularizer):
             model: The module whose trainable parameters the penalty is about.
             loss_fn: Mean loss of a (part of the) batch; it must run ``model``.
             batch: Tensors, or tuples, lists and dicts of them, with the samples along the first axis.
-            epoch: Current epoch, for the weight and the start.
-            learning_rate: Current learning rate, for ``start="learning_rate_drop"``.
+            epoch: Current epoch, for the weight.
 
         Returns:
-            ``weight * R``, a scalar; :attr:`value` is ``R``. Zero before the start, without any computation.
+            ``weight * R``, a scalar; :attr:`value` is ``R``. Zero where the weight is, without any computation.
 
         Raises:
-            ValueError: If weights are in half precision, the batch has fewer samples than parts, the loss is no scalar,
-                or ``learning_rate`` is missing.
+            ValueError: If weights are in half precision, the batch has fewer samples than parts, or the loss is no
+                scalar.
             TypeError: If ``loss_fn`` is no function.
         """
         if not callable(loss_fn):
@@ -127,9 +114,7 @@ class LocalMinimumRegularizer(Regularizer):
                     "size is lost in half precision. Use mixed precision, e.g. precision='bf16-mixed'."
                 )
         parts = split_batch(batch, self.parts)  # also before the start: no late surprise
-        weight = 0.0
-        if self._due(epoch, learning_rate):
-            weight = self.schedule(epoch)
+        weight = self.schedule(epoch)
         if not weight:
             self.value = None
             self.weight = 0.0
@@ -146,18 +131,6 @@ class LocalMinimumRegularizer(Regularizer):
             zero = p - p.detach()
             value = value + (zero * gradient[name]).sum()
         return self.penalty(value, weight)
-
-    def _due(self, epoch: int, learning_rate: float | None) -> bool:
-        if self.start != "learning_rate_drop":
-            return epoch >= self.start
-        if learning_rate is None:
-            raise ValueError(
-                "`learning_rate` must be given for start='learning_rate_drop', or `start` be an epoch."
-            )
-        if self.training:
-            self.highest_lr.clamp_(min=learning_rate)
-            self.started.logical_or_(learning_rate <= 0.5 * self.highest_lr)
-        return bool(self.started)
 
     def _value_and_gradient(
         self,

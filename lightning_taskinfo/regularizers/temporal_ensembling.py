@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_taskinfo._ranges import check_choice, check_counts, check_values
+from lightning_taskinfo._ranges import check_counts, check_values
 from lightning_taskinfo.functional.discrepancy import ensemble_targets
 from lightning_taskinfo.regularizers._base import (
     Regularizer,
@@ -34,8 +34,6 @@ class TemporalEnsembling(Regularizer):
             0 in epoch 0.
         ramp_epochs: Epochs of the default weight's sigmoid ramp.
         decay: Decay of the moving average.
-        dtype: What the averages are kept in: ``"float32"``, ``"bfloat16"`` or ``"float16"``; memory
-            is ``num_samples * num_outputs`` of it.
 
     Raises:
         ValueError: If an argument is out of range, or neither ``weight`` nor ``num_labeled`` is
@@ -63,11 +61,9 @@ class TemporalEnsembling(Regularizer):
         weight: Weight | None = None,
         ramp_epochs: int = 80,
         decay: float = 0.6,
-        dtype: str = "float32",
     ) -> None:
         check_counts(num_samples=num_samples, num_outputs=num_outputs, ramp_epochs=ramp_epochs)
         check_values("in [0, 1)", decay=decay)
-        check_choice(["float32", "bfloat16", "float16"], dtype=dtype)
         if weight is None:
             if num_labeled is None or not 0 <= num_labeled <= num_samples:
                 raise ValueError(
@@ -78,8 +74,7 @@ class TemporalEnsembling(Regularizer):
         super().__init__(weight)
         self.num_outputs = num_outputs
         self.decay = decay
-        average = torch.zeros(num_samples, num_outputs, dtype=getattr(torch, dtype))
-        self.register_buffer("average", average)
+        self.register_buffer("average", torch.zeros(num_samples, num_outputs))
         self.register_buffer("count", torch.zeros(num_samples, dtype=torch.int32))
         self.register_buffer("last_epoch", torch.full((num_samples,), -1, dtype=torch.int32))
 
@@ -118,7 +113,7 @@ class TemporalEnsembling(Regularizer):
         with torch.autocast(outputs.device.type, enabled=False):
             predictions = outputs.float().softmax(-1)  # [B, C]
             count = self.count[index]
-            targets = ensemble_targets(self.average[index].float(), count, self.decay)
+            targets = ensemble_targets(self.average[index], count, self.decay)
             squares = (predictions - targets).square().mean(-1)  # [B]
             squares = squares * (count > 0)
         if self.training:
@@ -128,17 +123,15 @@ class TemporalEnsembling(Regularizer):
 
     def _move(self, index: Tensor, predictions: Tensor, epoch: int) -> None:
         """Move the averages of samples that this epoch has not seen yet; of a repeated one, by its first row."""
-        order = index.argsort(stable=True)
-        ordered = index[order]
-        first = torch.ones_like(ordered, dtype=torch.bool)
-        first[1:] = ordered[1:] != ordered[:-1]
-        rows = order[first & (self.last_epoch[ordered] != epoch)]
+        first: dict[int, int] = {}
+        for row, sample in enumerate(index.tolist()):
+            first.setdefault(sample, row)
+        rows = index.new_tensor([*first.values()])
+        rows = rows[self.last_epoch[index[rows]] != epoch]
         index = index[rows]
         predictions = predictions[rows]
         if not predictions.isfinite().all():
             return  # diverged: the loss says so, and the averages stay usable
-        kept = self.decay * self.average[index].float()
-        moved = kept + (1 - self.decay) * predictions
-        self.average[index] = moved.to(self.average.dtype)
+        self.average[index] = self.average[index].lerp(predictions, 1 - self.decay)
         self.count[index] += 1
         self.last_epoch[index] = epoch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_taskinfo.regularizers import LocalMinimumRegularizer
+from lightning_taskinfo.regularizers import LocalMinimumRegularizer, WeightSchedule
 from lightning_taskinfo.regularizers.local_minimum import split_batch
 from lightning_taskinfo.variational import add_weight_noise
 
@@ -46,7 +46,7 @@ def brute_force(net, loss_fn, batch, parts):
 def test_value_and_gradient_equal_the_definition(parts):
     net, batch, loss_fn = problem()
     value, gradient = brute_force(net, loss_fn, batch, parts)
-    regularizer = LocalMinimumRegularizer(weight=2.0, step_size=ALPHA, parts=parts, start=0)
+    regularizer = LocalMinimumRegularizer(weight=2.0, step_size=ALPHA, parts=parts)
     regularizer(net, loss_fn, batch).backward()
     assert regularizer.value.item() == pytest.approx(value, rel=1e-8)
     for p, expected in zip(net.parameters(), gradient, strict=True):
@@ -61,7 +61,7 @@ def test_over_alpha_it_tends_to_the_mean_squared_gradient_norm():
     ).item()
     errors = []
     for alpha in (1e-2, 1e-3, 1e-4):
-        regularizer = LocalMinimumRegularizer(step_size=alpha, parts=3, start=0)
+        regularizer = LocalMinimumRegularizer(step_size=alpha, parts=3)
         regularizer(net, loss_fn, batch)
         errors.append(abs(regularizer.value.item() / alpha - expected))
     assert errors[2] < 1e-3 * expected
@@ -71,8 +71,8 @@ def test_over_alpha_it_tends_to_the_mean_squared_gradient_norm():
 def test_a_hundred_steps_lower_it():
     def train(weight: float) -> float:
         net, batch, loss_fn = problem(torch.float32)
-        regularizer = LocalMinimumRegularizer(weight=weight, parts=3, start=0)
-        reader = LocalMinimumRegularizer(weight=1.0, parts=3, start=0)
+        regularizer = LocalMinimumRegularizer(weight=weight, parts=3)
+        reader = LocalMinimumRegularizer(weight=1.0, parts=3)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for _ in range(100):
             optimizer.zero_grad()
@@ -87,7 +87,7 @@ def test_a_hundred_steps_lower_it():
 def test_batch_norm_generators_and_grads_are_left_alone():
     net, batch, loss_fn = problem(torch.float32, extra=(nn.BatchNorm1d(6), nn.Dropout(0.5)))
     before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
-    LocalMinimumRegularizer(parts=3, start=0)(net, loss_fn, batch)
+    LocalMinimumRegularizer(parts=3)(net, loss_fn, batch)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert all(p.grad is None for p in net.parameters())
     assert torch.equal(torch.get_rng_state(), state)
@@ -96,7 +96,7 @@ def test_batch_norm_generators_and_grads_are_left_alone():
 def test_both_losses_see_the_same_dropout_masks():
     """With different masks the difference of the losses would be noise of order one, not of order alpha."""
     net, batch, loss_fn = problem(extra=(nn.Dropout(0.5),))
-    regularizer = LocalMinimumRegularizer(step_size=1e-6, parts=3, start=0)
+    regularizer = LocalMinimumRegularizer(step_size=1e-6, parts=3)
     regularizer(net, loss_fn, batch)
     assert 0 < regularizer.value.item() < 1e-4
 
@@ -104,7 +104,7 @@ def test_both_losses_see_the_same_dropout_masks():
 def test_both_losses_see_the_same_weight_noise_and_leave_it_alone():
     net, batch, loss_fn = problem()
     twin = copy.deepcopy(add_weight_noise(net, std=0.5))
-    regularizer = LocalMinimumRegularizer(step_size=1e-6, parts=3, start=0)
+    regularizer = LocalMinimumRegularizer(step_size=1e-6, parts=3)
     regularizer(net, loss_fn, batch)
     assert 0 < regularizer.value.item() < 1e-4
     assert torch.equal(net(batch[0]), twin(batch[0]))
@@ -112,7 +112,7 @@ def test_both_losses_see_the_same_weight_noise_and_leave_it_alone():
 
 def test_bf16_autocast_does_not_turn_the_sign():
     net, batch, loss_fn = problem(torch.float32)
-    inside, outside = (LocalMinimumRegularizer(parts=3, start=0) for _ in range(2))
+    inside, outside = (LocalMinimumRegularizer(parts=3) for _ in range(2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside(net, loss_fn, batch)
     outside(net, loss_fn, batch)
@@ -130,7 +130,7 @@ def test_a_submodule_under_two_names_and_a_tied_weight_are_moved_and_put_back():
 
     held = [inner[0].weight, inner[0].bias, inner[2].weight]
     value, gradient = brute_force(net, loss_fn, batch, 3)
-    regularizer = LocalMinimumRegularizer(weight=1.0, step_size=ALPHA, parts=3, start=0)
+    regularizer = LocalMinimumRegularizer(weight=1.0, step_size=ALPHA, parts=3)
     regularizer(net, loss_fn, batch).backward()
     assert regularizer.value.item() == pytest.approx(value, rel=1e-8)
     assert all(
@@ -143,7 +143,7 @@ def test_a_submodule_under_two_names_and_a_tied_weight_are_moved_and_put_back():
 
 def test_it_works_without_gradients_around_it():
     net, batch, loss_fn = problem()
-    regularizer = LocalMinimumRegularizer(parts=3, start=0)
+    regularizer = LocalMinimumRegularizer(parts=3)
     with torch.no_grad():
         regularizer(net, loss_fn, batch)
     assert regularizer.value > 0
@@ -151,7 +151,7 @@ def test_it_works_without_gradients_around_it():
 
 def test_starts_at_its_epoch():
     net, batch, loss_fn = problem()
-    regularizer = LocalMinimumRegularizer(parts=3, start=2)
+    regularizer = LocalMinimumRegularizer(weight=WeightSchedule(10.0, start=2), parts=3)
     assert [regularizer(net, loss_fn, batch, epoch=epoch).item() > 0 for epoch in range(4)] == [
         False,
         False,
@@ -160,19 +160,11 @@ def test_starts_at_its_epoch():
     ]
 
 
-def test_starts_after_the_first_drop_of_the_learning_rate_and_stays_on():
-    net, batch, loss_fn = problem()
-    regularizer = LocalMinimumRegularizer(parts=3, start="learning_rate_drop")
-    rates = [0.01, 0.1, 0.08, 0.04, 0.1]  # warm-up, a little less, the drop, a restart
-    seen = [regularizer(net, loss_fn, batch, learning_rate=rate).item() > 0 for rate in rates]
-    assert seen == [False, False, False, True, True]
-
-
 def test_it_may_use_a_compiled_model():
     torch._dynamo.reset()
     net, batch, loss_fn = problem()
     compiled = torch.compile(net, backend="aot_eager")
-    regularizer, plain = (LocalMinimumRegularizer(parts=3, start=0) for _ in range(2))
+    regularizer, plain = (LocalMinimumRegularizer(parts=3) for _ in range(2))
     compiled(batch[0])
     regularizer(net, lambda part: nn.functional.cross_entropy(compiled(part[0]), part[1]), batch)
     plain(net, loss_fn, batch)
@@ -185,7 +177,7 @@ def test_refuses_half_precision_weights(dtype):
     with pytest.raises(
         ValueError, match=f"must keep its weights in float32 or float64, got {dtype} for `0.weight`"
     ):
-        LocalMinimumRegularizer(start=0)(net, loss_fn, batch)
+        LocalMinimumRegularizer()(net, loss_fn, batch)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +185,6 @@ def test_refuses_half_precision_weights(dtype):
     [
         ({"step_size": 0.0}, r"`step_size` must be positive, got 0\.0"),
         ({"parts": 0}, "`parts` must be at least 1, got 0"),
-        ({"start": "later"}, "`start` must be an epoch or 'learning_rate_drop', got 'later'"),
-        ({"start": -1}, "`start` must be an epoch or 'learning_rate_drop', got -1"),
     ],
 )
 def test_refuses_arguments(arguments, match):
@@ -202,17 +192,9 @@ def test_refuses_arguments(arguments, match):
         LocalMinimumRegularizer(**arguments)
 
 
-def test_refuses_a_missing_learning_rate():
-    net, batch, loss_fn = problem()
-    with pytest.raises(
-        ValueError, match="`learning_rate` must be given for start='learning_rate_drop'"
-    ):
-        LocalMinimumRegularizer()(net, loss_fn, batch)
-
-
 def test_refuses_a_model_without_trainable_parameters():
     with pytest.raises(ValueError, match="`model` must have trainable parameters, got none"):
-        LocalMinimumRegularizer(start=0)(nn.ReLU(), torch.sum, torch.zeros(8))
+        LocalMinimumRegularizer()(nn.ReLU(), torch.sum, torch.zeros(8))
 
 
 @pytest.mark.parametrize(
@@ -253,20 +235,20 @@ def test_refuses_a_function_whose_loss_is_no_scalar(change, found):
     with pytest.raises(
         ValueError, match=rf"`loss_fn\(part\)` must be a scalar tensor, got {found}"
     ):
-        LocalMinimumRegularizer(parts=3, start=0)(net, lambda part: change(loss_fn(part)), batch)
+        LocalMinimumRegularizer(parts=3)(net, lambda part: change(loss_fn(part)), batch)
 
 
 @pytest.mark.parametrize("start", [0, 5])  # also where the penalty is not due yet
 def test_refuses_a_loss_in_place_of_its_function(start):
     net, batch, loss_fn = problem()
     with pytest.raises(TypeError, match="`loss_fn` must be a function of a batch, got Tensor"):
-        LocalMinimumRegularizer(start=start)(net, loss_fn(batch), batch)
+        LocalMinimumRegularizer(weight=WeightSchedule(1.0, start=start))(net, loss_fn(batch), batch)
 
 
 def test_a_batch_that_is_too_small_is_refused_before_the_start():
-    """And not hours later, in the last batch of an epoch after the learning rate has dropped."""
+    """And not hours later, in the last batch of the first epoch with a weight."""
     net, batch = nn.Linear(3, 2), (torch.randn(2, 3), torch.tensor([0, 1]))
-    regularizer = LocalMinimumRegularizer(parts=3, start=5)
+    regularizer = LocalMinimumRegularizer(weight=WeightSchedule(1.0, start=5), parts=3)
 
     def loss_fn(part):
         return nn.functional.cross_entropy(net(part[0]), part[1])

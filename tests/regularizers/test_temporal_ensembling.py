@@ -84,16 +84,6 @@ def test_a_reloaded_state_goes_on():
     assert torch.equal(*(e(logits(5, seed=1), index, epoch=1) for e in (whole, resumed)))
 
 
-def test_memory_is_samples_times_classes_in_the_chosen_dtype():
-    ensembling = TemporalEnsembling(100, 7, weight=1.0, dtype="bfloat16").float()
-    assert ensembling.average.dtype == torch.bfloat16
-    assert ensembling.average.shape == (100, 7)
-    ensembling(torch.zeros(2, 7), torch.tensor([1, 99]), epoch=0)
-    assert ensembling(torch.zeros(2, 7), torch.tensor([1, 99]), epoch=1).item() == pytest.approx(
-        0.0, abs=1e-5
-    )
-
-
 def test_outputs_that_diverge_once_do_not_stay():
     ensembling = TemporalEnsembling(2, 3, weight=1.0)
     ensembling(torch.full((2, 3), torch.nan), torch.arange(2), epoch=0)
@@ -117,10 +107,6 @@ def test_eval_mode_measures_without_moving():
         ({"num_labeled": -1}, "`num_labeled` .* from 0 to `num_samples`, 10, got -1"),
         ({"num_labeled": 5, "ramp_epochs": 0}, "`ramp_epochs` must be at least 1, got 0"),
         ({"weight": 1.0, "decay": 1.0}, r"`decay` must be in \[0, 1\), got 1\.0"),
-        (
-            {"weight": 1.0, "dtype": "int8"},
-            "`dtype` must be one of float32, bfloat16, float16, got 'int8'",
-        ),
     ],
 )
 def test_refuses_arguments(arguments, match):

@@ -399,7 +399,7 @@ class TransferClassifierMixin(
                 **of_inputs,
             ),
             "information": WeightInformation,
-            "local_minimum": lambda w: LocalMinimumRegularizer(weight=w, start=0),
+            "local_minimum": lambda w: LocalMinimumRegularizer(weight=w),
         }
         for name in self.penalties:
             self.add_module(name, make[name](weight[name]))
