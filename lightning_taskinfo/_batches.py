@@ -36,7 +36,7 @@ from lightning_taskinfo._calls import (
 )
 from lightning_taskinfo._fields import Parts, labeled_part, parted
 from lightning_taskinfo._nested import IGNORED, TARGETS, Pair, described, has_tensors, size, take
-from lightning_taskinfo._next_token import follows, reads_ahead
+from lightning_taskinfo._next_token import follows
 from lightning_taskinfo._observe import observing
 
 BatchFn: TypeAlias = Callable[[Any], Any]
@@ -174,8 +174,7 @@ def _found_out(
     forward_fn: Forward | None,
 ) -> Call:
     """Call the model in every way that it may be meant; the first that works says how batches are read."""
-    rows = _telling_rows(parts.targets)
-    few: Parts = take(parts, itemgetter(rows))
+    few: Parts = take(parts, itemgetter(_telling_rows(parts.targets)))
     try:
         if forward_fn is None:
             call, outputs = settle_call(model, few)
@@ -203,18 +202,7 @@ def _found_out(
     adapter = getattr(inner, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         prompt = outputs.shape[1] - labels.shape[1]
-
-    def run(inputs: Any) -> Tensor:
-        with observing(model), torch.no_grad():
-            return outputs_of(model, inputs, forward_fn)
-
-    def ahead(tokens: Tensor) -> bool:
-        mask = torch.ones_like(few.targets)
-        if isinstance(few.fields, Mapping):
-            mask = few.fields.get("attention_mask", mask)
-        return reads_ahead(run, call.inputs_of(few), tokens[rows], mask)
-
-    return replace(call, follows=follows(inner, parts, few, ahead), prompt=prompt)
+    return replace(call, follows=follows(inner, parts, few), prompt=prompt)
 
 
 def _check_alignment(inner: nn.Module | None, outputs: Tensor) -> None:

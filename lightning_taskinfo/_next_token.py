@@ -1,13 +1,14 @@
 """Whether the labels of a sequence are those of the next token, as for causal language models."""
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._fields import Parts
-from lightning_taskinfo._nested import IGNORED, take, tensors
+from lightning_taskinfo._nested import IGNORED, tensors
 from lightning_taskinfo._observe import observing
 
 
@@ -15,19 +16,19 @@ def follows(
     inner: nn.Module | None,
     parts: Parts,
     few: Parts,
-    reads_ahead: Callable[[Tensor], bool],
 ) -> bool:
     """Whether the labels ``[N, T]`` of a sequence are predicted by the outputs at the token before.
 
-    The dataset may have shifted them; then the model's own loss is asked. Where there is none,
-    labels that are copies of the tokens are those of the next one, unless the model sees that token
-    already: see :func:`reads_ahead`.
+    The dataset may have shifted them; otherwise the model's own loss is asked.
 
     Args:
         inner: The Hugging Face model, if there is one.
         parts: The batch.
         few: A few of its samples, on which the model is asked.
-        reads_ahead: Whether outputs for these depend on later ones of the batch's tokens, ``[N, T]``.
+
+    Raises:
+        ValueError: If there is no such loss, and labels are copies of the tokens: those of the next
+            one for a causal model, and those of the same one for others.
     """
     labels = parts.targets
     tokens = parts.inputs
@@ -37,47 +38,19 @@ def follows(
     for x in tensors(tokens):
         if x.shape == labels.shape and not x.is_floating_point():
             alike.append(x)
-    copies = [ids for ids in alike if _agree(labels, ids)]
+    copies = any(_agree(labels, ids) for ids in alike)
     if not copies and any(_agree(labels[:, :-1], ids[:, 1:]) for ids in alike):
         return False
     shifts = None if inner is None else _loss_shifts(inner, few)
     if shifts is not None:
         return shifts
-    meant = inner is not None or parts.target is not None  # a pair of one's own says what it means
-    return meant and bool(copies) and not reads_ahead(copies[0])
-
-
-def reads_ahead(
-    run: Callable[[Any], Tensor],
-    inputs: Any,
-    tokens: Tensor,
-    mask: Tensor,
-) -> bool:
-    """Whether outputs at a token depend on later tokens, as those of BERT do, and those of GPT do not.
-
-    All tokens of the first text are changed but its first, and the outputs at that one are compared.
-
-    Args:
-        run: Returns the outputs of inputs, ``[N, T, C]``.
-        inputs: What the model is called with.
-        tokens: The tokens among them, ``[N, T]``.
-        mask: Which tokens are no padding, ``[N, T]``.
-    """
-    first, *later = mask[0].nonzero().flatten().tolist()
-    if not later:
-        return False
-    others = torch.where(tokens == tokens.min(), tokens.max(), tokens.min())
-    changed = tokens.clone()
-    changed[0, later] = others[0, later]
-
-    def replaced(x: Tensor) -> Tensor:
-        is_tokens = x.shape == tokens.shape and torch.equal(x, tokens)
-        return changed if is_tokens else x
-
-    before = run(inputs)
-    after = run(take(inputs, replaced))
-    change = (after - before).abs().amax(-1)[0, -tokens.shape[1] :]  # behind a learned prompt
-    return bool(change[first] > 1e-4 * change[later].max())
+    if copies and (inner is not None or parts.target is not None):  # else a pair says what it means
+        raise ValueError(
+            "the labels are copies of the tokens, and no loss of the model says whether they belong to the outputs "
+            "at the same token or at the one before: set `batch_fn` to a function of the batch that returns "
+            "(inputs, targets) with the targets at the places of the outputs, and -100 where there is none."
+        )
+    return False
 
 
 def _agree(labels: Tensor, tokens: Tensor) -> bool:
@@ -98,10 +71,12 @@ def _loss_shifts(model: nn.Module, few: Parts) -> bool | None:
         model: A Hugging Face model.
         few: Samples with labels ``[N, T]``, of which the first has some that count.
     """
-    fields = few.fields
-    if not isinstance(fields, Mapping):
-        fields = {model.main_input_name: fields}
-    arguments = {name: value for name, value in fields.items() if name != few.target}
+    takes = inspect.signature(model.forward).parameters
+    arguments = {model.main_input_name: next(tensors(few.inputs))}  # whatever its name is
+    if isinstance(few.fields, Mapping):
+        for name, value in few.fields.items():
+            if name in takes and name != few.target:
+                arguments[name] = value
     labels = torch.full_like(few.targets, IGNORED)
 
     def asked(label: int) -> Any:

@@ -36,8 +36,11 @@ def test_labels_that_are_shifted_already_stay(named):
     assert torch.equal(Reader().read(model, batch)[1], y)
 
 
-@pytest.mark.parametrize(("kind", "shifted"), [("GPT-2", True), ("T5", False)])
-def test_of_a_model_without_a_loss_copies_of_the_tokens_are_shifted(kind, shifted):
+UNKNOWN = r"copies of the tokens, and no loss of the model.*`batch_fn`"
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "T5"])
+def test_copies_of_the_tokens_are_refused_for_a_model_without_a_loss(kind):
     model, batch = MODELS[kind]().eval(), default_collate([*Sentences(kind, 5)])
     batch["labels"] = batch["input_ids"]
     forward = model.forward
@@ -47,27 +50,23 @@ def test_of_a_model_without_a_loss_copies_of_the_tokens_are_shifted(kind, shifte
         return SimpleNamespace(logits=forward(**arguments).logits, loss=None)
 
     model.forward = without_loss
-    _, targets = Reader().read(model, batch)
-    expected = batch["labels"]
-    if shifted:
-        expected = nn.functional.pad(expected, (0, 1), value=-100)[:, 1:]
-    assert torch.equal(targets, expected)
+    with pytest.raises(ValueError, match=UNKNOWN):
+        Reader().read(model, batch)
 
 
-def test_a_causal_model_of_ones_own_has_labels_of_the_next_token():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(20, 4), nn.Linear(4, 20)
+class Own(nn.Module):
+    """No model of Hugging Face."""
 
-        def forward(self, input_ids):
-            return self.head(self.embedding(input_ids))
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 4), nn.Linear(4, 20)
 
-    tokens = torch.randint(20, (5, 6))
-    _, targets = Reader().read(Own(), {"input_ids": tokens, "labels": tokens})
-    assert torch.equal(targets[:, :-1], tokens[:, 1:])
-    assert (targets[:, -1] == -100).all()
-    classes = torch.randint(20, (5, 6))
+    def forward(self, input_ids, attention_mask=None):
+        return self.head(self.embedding(input_ids))
+
+
+def test_a_model_of_ones_own_has_its_labels_where_they_are():
+    tokens, classes = torch.randint(20, (5, 6)), torch.randint(20, (5, 6))
     assert torch.equal(Reader().read(Own(), {"input_ids": tokens, "labels": classes})[1], classes)
     assert torch.equal(Reader().read(Own(), (tokens, tokens))[1], tokens), (
         "a pair says what it means"
@@ -126,46 +125,47 @@ def headless(kind):
     return Headed().eval()
 
 
-class Recurrent(nn.Module):
-    """No model of Hugging Face, in one direction or in both."""
-
-    def __init__(self, *, both: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, 4)
-        self.body = nn.GRU(4, 4, batch_first=True, bidirectional=both)
-        self.head = nn.Linear(8 if both else 4, 20)
-
-    def forward(self, input_ids, attention_mask=None):
-        return self.head(self.body(self.embedding(input_ids))[0])
-
-
-NETWORKS = {
-    "GPT-2": (lambda: headless("GPT-2"), True),
-    "BERT": (lambda: headless("BERT"), False),
-    "one direction": (lambda: Recurrent(both=False), True),
-    "both directions": (lambda: Recurrent(both=True), False),
-}
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("padding", ["none", "right", "left", "counted"])
-def test_copies_of_the_tokens_are_shifted_for_networks_that_do_not_see_the_next_one(name, padding):
-    """The labels of an autoencoder or a masked model are copies too, and stand where they are."""
-    make, shifted = NETWORKS[name]
-    torch.manual_seed(0)
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("make", [Own, lambda: headless("GPT-2"), lambda: headless("BERT")])
+def test_copies_of_the_tokens_are_refused_for_networks_of_ones_own(make, padded):
+    """They are labels of the next token for one network, and of the same for an autoencoder or a masked model."""
     ids = torch.randint(1, 20, (4, 6))
     mask = torch.ones_like(ids)
-    if padding == "left":
-        mask[:, :2] = 0
-    elif padding != "none":
-        mask[:, 3:] = 0
-    ids = ids * mask
-    labels = ids if padding == "counted" else ids.masked_fill(mask == 0, -100)
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    expected = labels
-    if shifted:
-        expected = torch.cat([labels[:, 1:], torch.full((4, 1), -100)], 1)
-    assert torch.equal(read_batch(batch, make())[1], expected)
+    mask[:, 3:] = 0 if padded else 1
+    batch = {"input_ids": ids * mask, "attention_mask": mask}
+    batch["labels"] = ids.masked_fill(mask == 0, -100)
+    with pytest.raises(ValueError, match=UNKNOWN):
+        read_batch(batch, make())
+
+
+def test_a_pair_with_a_model_of_hugging_face_is_no_exception():
+    ids = torch.randint(1, 20, (4, 6))
+    with pytest.raises(ValueError, match=UNKNOWN):
+        read_batch((ids, ids), headless("GPT-2"))
+
+
+@pytest.mark.parametrize("constant", [0.0, 5.0])  # of another term of the loss
+@pytest.mark.parametrize("kind", ["GPT-2", "masked"])
+def test_the_loss_of_a_fresh_model_says_it_too(kind, constant):
+    """Its outputs are nearly the same at all places, and so are the losses of both readings."""
+    model, batch = MODELS[kind]().eval(), default_collate([*Sentences("GPT-2", 5)])
+    batch["labels"] = torch.randint(3, 20, (5, 6))  # no copies
+    head = model.get_output_embeddings().weight
+    head.data.mul_(1e-3)
+    expected = batch["labels"]
+    if kind == "GPT-2":
+        expected = nn.functional.pad(expected, (0, 1), value=-100)[:, 1:]
+    forward = model.forward
+
+    @wraps(forward)
+    def with_another_term(**arguments):
+        result = forward(**arguments)
+        return SimpleNamespace(
+            logits=result.logits, loss=None if result.loss is None else result.loss + constant
+        )
+
+    model.forward = with_another_term
+    assert torch.equal(Reader().read(model, batch)[1], expected)
 
 
 def test_a_model_is_asked_about_samples_whose_labels_count():
