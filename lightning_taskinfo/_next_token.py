@@ -60,7 +60,7 @@ def _agree(labels: Tensor, tokens: Tensor) -> bool:
     return bool(counted.any()) and bool(equal[counted].all())
 
 
-def _loss_shifts(model: nn.Module, few: Parts) -> bool | None:
+def _loss_shifts(model: Any, few: Parts) -> bool | None:
     """Whether the model's own loss compares the outputs at a token with the label of the next one.
 
     The model itself is asked, about a single label: the one at the end of the first text. It is

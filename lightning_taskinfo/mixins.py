@@ -74,7 +74,6 @@ class PenaltyMixin(Base):
     _ratio_step: int = -1
     # Of the last step, without penalties: what callbacks compare theirs with.
     _likelihood_loss: Tensor | None = None
-    _acting: frozenset[str] = frozenset()  # penalties whose ratio was measured
 
     def penalised(self, loss: Tensor, **penalties: Tensor) -> Tensor:
         """Return the loss plus all penalties, and log what each is made of.
@@ -87,7 +86,7 @@ class PenaltyMixin(Base):
           ``<name>/weight``, where ``self.<name>`` is a regularizer. The quantity may be another
           function than the objective: the mutual information is read with one estimator and trained
           with another;
-        - in the first step in which a penalty acts, and every :attr:`gradient_ratio_every_n_steps`,
+        - every :attr:`gradient_ratio_every_n_steps`, from the first, where the penalty acts,
           ``<name>/gradient_ratio``, the norm of its gradient over the loss's own. That costs a
           backward pass for each, and leaves ``.grad`` alone. Below 0.05 early in a training no
           penalty has been seen to change the accuracy by a point; above, some cost nothing and
@@ -122,35 +121,30 @@ class PenaltyMixin(Base):
         self.log_dict(values, on_step=True, on_epoch=False)
         every = self.gradient_ratio_every_n_steps
         step = self.global_step
-        if not every or step == self._ratio_step or not self.training:
+        # Once a step, also where several batches are accumulated in it.
+        if not every or step % every or step == self._ratio_step or not self.training:
             return
-        due = {}
-        for name, penalty in penalties.items():
-            is_new = step % every == 0 or name not in self._acting
-            if is_new and penalty.requires_grad:  # not with a weight of 0, nor in validation
-                due[name] = penalty
-        if due:
-            self._ratio_step = step  # once a step, also where several batches are accumulated in it
-            self._acting |= due.keys()
-            ratios = self._gradient_ratios(loss, due)
-            # Not `self.log`, which drops what falls between `log_every_n_steps`.
-            for logger in self.loggers:
-                logger.log_metrics(ratios, step=step)
-            self.log_dict(ratios, on_step=True, on_epoch=False, logger=False)
+        self._ratio_step = step
+        ratios = self._gradient_ratios(loss, penalties)
+        # Not `self.log`, which drops what falls between `log_every_n_steps`.
+        for logger in self.loggers:
+            logger.log_metrics(ratios, step=step)
+        self.log_dict(ratios, on_step=True, on_epoch=False, logger=False)
 
     def _gradient_ratios(self, loss: Tensor, penalties: Terms) -> dict[str, float]:
         parameters = list(trainable_parameters(self).values())
+        ratios = {}
         try:
             whole = max(gradient_norm(loss, parameters), 1e-30)
-            norms = {name: gradient_norm(term, parameters) for name, term in penalties.items()}
+            for name, penalty in penalties.items():
+                if penalty.requires_grad:  # not with a weight of 0
+                    norm = gradient_norm(penalty, parameters)
+                    ratios[f"{PREFIX}/{name}/gradient_ratio"] = norm / whole
         except RuntimeError as error:
             # A compiled backward pass that gives its buffers away runs only once.
-            if "donated" not in str(error):
-                raise
             self.gradient_ratio_every_n_steps = 0
             warn(f"Gradient ratios of the penalties cannot be measured here: {error}")
-            return {}
-        return {f"{PREFIX}/{name}/gradient_ratio": norm / whole for name, norm in norms.items()}
+        return ratios
 
 
 def gradient_norm(term: Tensor, parameters: Sequence[Tensor]) -> float:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor
@@ -20,7 +20,6 @@ _FEWEST = 8  # samples of a batch whose scale is looked at
 _FAR = 100.0  # times the expected variance is too far, and so is its inverse
 _LONGEST = 4096  # inputs whose covariance is formed and factored
 _RIDGE = 1e-3  # on the diagonals of covariances, relative to their mean
-Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Lautum(_base.Regularizer):
@@ -76,8 +75,7 @@ class Lautum(_base.Regularizer):
     whitener: Tensor
     effective_dim: Tensor
     samples: Tensor
-    cov_w: Tensor
-    cov_wx: Tensor
+    covariance: Tensor
     steps: Tensor
 
     def __init__(
@@ -122,8 +120,7 @@ class Lautum(_base.Regularizer):
             "whitener": torch.zeros(components, D),
             "effective_dim": torch.zeros(()),
             "samples": torch.zeros((), dtype=torch.int64),  # 0: not fitted
-            "cov_w": torch.zeros(K, K, dtype=torch.float64),
-            "cov_wx": torch.zeros(K, D, dtype=torch.float64),
+            "covariance": torch.zeros(K, K + D, dtype=torch.float64),  # of w, with w and x
             "steps": torch.zeros((), dtype=torch.int64),
         }
         for name, zeros in buffers.items():
@@ -143,7 +140,7 @@ class Lautum(_base.Regularizer):
             ValueError: If the inputs have the wrong shape, are not finite, or are too few.
         """
         batches = partial(flat_inputs, loader, self.input_shape)
-        outputs = len(self.cov_w)
+        outputs = len(self.covariance)
         with observing(self), torch.no_grad():
             D = len(self.mean)
             totals = _total(batches(), (D + 1,), lambda x: pad(x, (0, 1), value=1.0).sum(0))
@@ -166,8 +163,8 @@ class Lautum(_base.Regularizer):
                 f"{int(samples)} samples for {float(self.effective_dim):.0f} directions of the inputs: correlations "
                 "will be overestimated. Use more unlabeled inputs, or fewer `components`.",
             )
-        for average in (self.cov_w, self.cov_wx, self.steps):
-            average.zero_()
+        self.covariance.zero_()
+        self.steps.zero_()
         return self
 
     def forward(
@@ -207,10 +204,10 @@ class Lautum(_base.Regularizer):
             w = w - w.mean(0)  # [B, K]
             if self.first_look(outputs):
                 _warn_of_scale(x[:64] @ self.whitener.T, self.effective_dim)
-            cov_w, cov_wx = self._averages(_covariances(x, w))
-            if _finite(cov_w, cov_wx):
+            covariance = self._average(_covariance(x, w))
+            if _is_finite(covariance):
                 n = self._effective_samples(len(x) * _base.world_size())
-                value = self._information(cov_w, cov_wx, n)
+                value = self._information(covariance, n)
             else:  # the loss shows it, and a gradient scaler skips the step
                 value = torch.nan * w.sum()
         value = value.float()
@@ -234,24 +231,21 @@ class Lautum(_base.Regularizer):
         directions = normalize(self.whitener)  # of length 1 again, or 0 where inputs are constant
         return gradients.flatten(1).float() @ directions.T  # [B, r]
 
-    def _averages(self, local: Pair) -> Pair:
-        """Moving averages over batches and ranks, moved in train mode; of this batch alone before the first.
+    def _average(self, local: Tensor) -> Tensor:
+        """Moving average over batches and ranks, moved in train mode; of this batch alone before the first.
 
-        They have the gradient that the current batch would have as all of them.
+        It has the gradient that the current batch would have as all of it.
         """
-        averages = [self.cov_w, self.cov_wx]
+        average = self.covariance
         if self.training or self.steps == 0:
-            new = _base.mean_over_ranks(*local)
-            if self.training and _finite(*new):  # else a bad batch stays for ever
-                for average, covariance in zip(averages, new, strict=True):
-                    average.lerp_(covariance, 1 - self.decay)
+            (new,) = _base.mean_over_ranks(local)
+            if self.training and _is_finite(new):  # else a bad batch stays for ever
+                average.lerp_(new, 1 - self.decay)
                 self.steps += 1
             elif self.steps == 0:
-                averages = new
+                average = new
         start_up = 1 - self.decay ** int(self.steps) if self.steps else 1.0
-        cov_w, cov_wx = (average / start_up for average in averages)
-        # Zeros that carry a gradient are added to the averages.
-        return cov_w + (local[0] - local[0].detach()), cov_wx + (local[1] - local[1].detach())
+        return average / start_up + (local - local.detach())  # a zero that carries a gradient
 
     def _effective_samples(self, batch_size: int) -> float:
         """How many samples weigh in the averages, at most as many as there are."""
@@ -260,20 +254,17 @@ class Lautum(_base.Regularizer):
         batches = (1 + self.decay) * (1 - forgotten) / squares
         return min(batch_size * batches, int(self.samples))
 
-    def _information(
-        self,
-        cov_w: Tensor,
-        cov_wx: Tensor,
-        n: float,
-    ) -> Tensor:
-        """Information from the covariance of ``w``, [K, K], and that with the inputs, [K, D].
+    def _information(self, covariance: Tensor, n: float) -> Tensor:
+        """Information from the covariance of ``w`` with ``w`` and with the inputs, [K, K + D].
 
         The latter is whitened here, which is less work than whitening inputs.
         """
+        K = len(covariance)
+        cov_w = covariance[:, :K]
         floor = _RIDGE * cov_w.diagonal().mean().detach() + 1e-12
-        identity = torch.eye(len(cov_w), dtype=cov_w.dtype, device=cov_w.device)
+        identity = torch.eye(K, dtype=cov_w.dtype, device=cov_w.device)
         factor = torch.linalg.cholesky(cov_w + floor * identity)
-        half = (cov_wx.float() @ self.whitener.T).double()  # [K, r]
+        half = (covariance[:, K:].float() @ self.whitener.T).double()  # [K, r]
         whitened = torch.linalg.solve_triangular(factor, half, upper=False)
         fewer = n / (n + float(self.effective_dim))
         squared = torch.linalg.eigvalsh(whitened @ whitened.T) * fewer
@@ -295,15 +286,15 @@ def _warn_of_scale(whitened: Tensor, effective_dim: Tensor) -> None:
         )
 
 
-def _covariances(x: Tensor, w: Tensor) -> Pair:
-    """Covariance of the centred ``w``, [K, K], and of ``w`` with the inputs, [K, D]."""
-    n = len(x) - 1
-    return (w.T @ w).double() / n, (w.T @ x).double() / n
+def _covariance(x: Tensor, w: Tensor) -> Tensor:
+    """Covariance of the centred ``w`` with ``w`` and with the inputs, [K, K + D]."""
+    both = torch.cat([w, x], 1)
+    return (w.T @ both).double() / (len(x) - 1)
 
 
-def _finite(*parts: Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     """Whether all values are: a sum in float64 is cheaper than a look at each."""
-    return all(bool(part.sum().isfinite()) for part in parts)
+    return bool(tensor.sum().isfinite())
 
 
 def _total(
@@ -318,7 +309,7 @@ def _total(
     return _base.sum_over_ranks(total)[0]
 
 
-def _whitening(covariance: Tensor, components: int) -> Pair:
+def _whitening(covariance: Tensor, components: int) -> tuple[Tensor, Tensor]:
     r"""Return :math:`W = (\Sigma_x + \epsilon \bar\lambda I)^{-1/2}`, and :math:`\mathrm{tr}\, W \Sigma_x W^\top`.
 
     On the leading eigenvectors; the ridge :math:`\epsilon` is relative to the mean variance :math:`\bar\lambda` of
