@@ -25,7 +25,7 @@ LIGHTNING = (
     "    if importlib.util.find_spec(name.split('.')[0]): importlib.import_module(name)"
 )
 CALLBACKS = [
-    name for name, module in lightning_taskinfo._EXPORTS.items() if module.startswith("callbacks")
+    name for name, module in lightning_taskinfo._EXPORTS.items() if module.endswith("callbacks")
 ]
 PAIRS = {
     "import lightning_taskinfo": ("import torch", "import torch, lightning_taskinfo"),
