@@ -54,7 +54,9 @@ class Call:
         targets = parts.targets
         if self.prompt:
             targets = pad(targets, (self.prompt, 0), value=IGNORED)
-        return self.inputs_of(parts), shifted(targets) if self.follows else targets
+        if self.follows:
+            targets = pad(targets, (0, 1), value=IGNORED)[:, 1:]
+        return self.inputs_of(parts), targets
 
     def inputs_of(self, parts: Parts) -> Any:
         """Return what the model is called with."""
@@ -228,17 +230,10 @@ def _candidates(
         if isinstance(few.fields, Mapping):
             yield from _named_calls(module, place, few, inner)
             continue
-        positional = []
-        for p in inspect.signature(module.forward).parameters.values():
-            if p.kind <= p.POSITIONAL_OR_KEYWORD:
-                positional.append(p)
-        calls = [Call(place)]
+        yield Call(place)
         if isinstance(few.inputs, list | tuple):
-            required = [p for p in positional if p.default is p.empty]
-            first = len(required) == len(few.inputs) > 1
-            calls.insert(0 if first else 1, Call(place, "spread"))
-        yield from calls
-        if not place and few.targets is not None and len(positional) > 1:
+            yield Call(place, "spread")
+        if not place and few.targets is not None:
             yield Call(how="spread", takes_targets=True)  # a model that returns its loss as well
 
 
@@ -278,13 +273,3 @@ def inner_model(model: nn.Module) -> nn.Module | None:
     if len(outermost) > 1:  # beside a teacher, say
         outermost = [each for each in outermost if any(p.requires_grad for p in each.parameters())]
     return outermost[0] if len(outermost) == 1 else None
-
-
-def shifted(labels: Tensor) -> Tensor:
-    """Return labels ``[N, T]`` of which each stands where it is predicted: one place earlier.
-
-    Example:
-        >>> shifted(torch.tensor([[5, 6, 7]]))
-        tensor([[   6,    7, -100]])
-    """
-    return pad(labels, (0, 1), value=IGNORED)[..., 1:]

@@ -180,8 +180,6 @@ def sample_count(inputs: Any) -> int:
     Raises:
         ValueError: If there is no tensor, or the lengths differ.
     """
-    if isinstance(inputs, Tensor) and inputs.ndim and inputs.shape[0]:
-        return inputs.shape[0]
     lengths = {len(x) if x.ndim else 0 for x in tensors(inputs)}
     if not lengths:
         raise ValueError(
