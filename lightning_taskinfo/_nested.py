@@ -99,7 +99,7 @@ def filled_up(
 
 
 def joined(parts: list[Any], model: nn.Module | None = None) -> Any:
-    """Return batches of the same structure as one; sequences with an ``attention_mask`` are padded to one length.
+    """Return batches of the same structure as one; beside an ``attention_mask``, sequences are padded to one length.
 
     Args:
         parts: The batches.
@@ -113,11 +113,11 @@ def joined(parts: list[Any], model: nn.Module | None = None) -> Any:
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], Mapping):
-        masks = [part.get("attention_mask") for part in parts]
+        masks = [part["attention_mask"] for part in parts if "attention_mask" in part]
         fields = {}
         for name in parts[0]:
             values = [part[name] for part in parts]
-            if all(map(_is_sequence, values, masks)):
+            if masks and isinstance(values[0], Tensor) and values[0].ndim > 1:
                 fields[name] = _padded(values, _filler(name, values, masks, model))
             else:
                 fields[name] = joined(values, model)
@@ -137,10 +137,12 @@ def _filler(
     """Return what a field has at places of padding: what batches have there, or the model's token, or 0."""
     if name in TARGETS:
         return IGNORED
-    seen = [x[mask == 0].flatten() for x, mask in zip(values, masks, strict=True)]
-    known = torch.cat(seen).unique()
+    known: set[float] = set()
+    for x, mask in zip(values, masks, strict=True):
+        if x.shape[:2] == mask.shape:
+            known.update(x[mask == 0].flatten().tolist())
     if len(known) == 1:
-        return known.item()
+        return known.pop()
     if name.endswith("input_ids") and model is not None:
         for module in model.modules():
             token = getattr(getattr(module, "config", None), "pad_token_id", None)
@@ -160,13 +162,6 @@ def joined_targets(parts: list[Tensor]) -> Tensor:
     if parts[0].ndim == 2 and not parts[0].is_floating_point():
         return _padded(parts, IGNORED)
     return torch.cat(parts)
-
-
-def _is_sequence(x: Any, mask: Any) -> bool:
-    """Whether a field has a value for each token, as the mask has, which leaves out padding."""
-    if not isinstance(x, Tensor) or not isinstance(mask, Tensor):
-        return False
-    return mask.ndim == 2 and x.shape[1:2] == mask.shape[1:]
 
 
 def _padded(parts: list[Tensor], value: float) -> Tensor:

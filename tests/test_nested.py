@@ -42,6 +42,21 @@ class WithToken(nn.Module):
         self.config = SimpleNamespace(pad_token_id=PAD)
 
 
+def test_fields_of_a_decoder_have_a_length_of_their_own():
+    def batch(length):
+        answer = torch.ones(1, length).long()
+        pixels = torch.zeros(1, 3, 4, 4)
+        return text([2], padded=False) | {
+            "labels": answer, "decoder_input_ids": answer, "decoder_attention_mask": answer, "pixels": pixels
+        }  # fmt: skip
+
+    whole = joined([batch(3), batch(1)], WithToken())
+    assert whole["labels"][1].tolist() == [1, -100, -100]
+    assert whole["decoder_input_ids"][1].tolist() == [1, PAD, PAD]
+    assert whole["decoder_attention_mask"][1].tolist() == [1, 0, 0]
+    assert whole["pixels"].shape == (2, 3, 4, 4)
+
+
 @pytest.mark.parametrize("padded", [True, False])
 def test_texts_are_padded_with_the_token_of_the_batches_or_of_the_model(padded):
     """Some networks find the end of a text by that token, and not by the mask."""
