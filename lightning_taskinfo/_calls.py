@@ -267,9 +267,14 @@ def inner_model(model: nn.Module) -> nn.Module | None:
     Args:
         model: Any module, e.g. a LightningModule that holds the model as an attribute.
     """
-    found = [module for module in model.modules() if hasattr(module, "main_input_name")]
+    found = [module for module in model.modules() if _is_hugging_face(type(module))]
     parts = {part for module in found for part in module.modules() if part is not module}
     outermost = [module for module in found if module not in parts]
     if len(outermost) > 1:  # beside a teacher, say
         outermost = [each for each in outermost if any(p.requires_grad for p in each.parameters())]
     return outermost[0] if len(outermost) == 1 else None
+
+
+def _is_hugging_face(kind: type) -> bool:
+    """Whether a class is one of models of transformers, or of peft."""
+    return hasattr(kind, "main_input_name") or hasattr(kind, "get_base_model")

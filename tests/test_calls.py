@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from lightning_taskinfo._batches import Reader, read_batch
-from lightning_taskinfo._calls import NoLogitsError, logits_of, outputs_of
-from tests.callbacks.hugging_face import Sentences, gpt2
+from lightning_taskinfo._calls import NoLogitsError, inner_model, logits_of, outputs_of
+from tests.callbacks.hugging_face import MODELS, Sentences, gpt2
 from tests.test_batches import module, our_loss, own_loss
 
 X, Y = torch.arange(6.0).view(6, 1), torch.arange(6)
@@ -24,6 +24,13 @@ def test_of_two_models_the_trained_one_is_called():
 
     model, batch = Student().eval(), default_collate([*Sentences("GPT-2", 5)])
     torch.testing.assert_close(our_loss(model, batch), own_loss(model.student, batch))
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "LoRA GPT-2"])
+def test_the_model_in_a_compiled_one_is_found(kind):
+    """Its wrapper passes attributes on, and has another name."""
+    model = MODELS[kind]()
+    assert inner_model(nn.Sequential(torch.compile(model, backend="eager"))) is model
 
 
 def test_several_inputs_are_taken_by_name_or_place():
