@@ -88,7 +88,7 @@ def test_refuses_none_at_all(argument, make):
 @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf])
 def test_refuses_a_number_that_is_negative_or_not_finite(value):
     with pytest.raises(ValueError, match=f"`weight_decay` must .*{value}"):
-        Stages(weight_decay=value)
+        check_not_negative(weight_decay=value)
 
 
 def test_takes_what_is_in_range():

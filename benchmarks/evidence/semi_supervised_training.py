@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -23,7 +24,7 @@ from units import Row
 from lightning_taskinfo._files import make_folder, read_tensors, write_tensors
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo.data import ArrayData, load_task
-from lightning_taskinfo.transfer import TransferClassifier, TransferDataModule, large_cnn, small_cnn
+from lightning_taskinfo.transfer import TransferClassifier, TransferDataModule, small_cnn
 from lightning_taskinfo.transfer.ready.module import acting
 from lightning_taskinfo.transfer.training import quiet
 
@@ -55,12 +56,38 @@ class GradientRatios(Callback):
                 self.found[key.split("/")[-2]] = float(value)
 
 
+def large_cnn(channels: int, width: int) -> nn.Module:
+    """Nine convolutions with batch normalisation and dropout, the network of Laine and Aila (2017)."""
+    return nn.Sequential(
+        _convolutions(channels, *[width] * 3, padding=1),
+        nn.Sequential(nn.MaxPool2d(2), nn.Dropout()),
+        _convolutions(width, *[2 * width] * 3, padding=1),
+        nn.Sequential(nn.MaxPool2d(2), nn.Dropout()),
+        _convolutions(2 * width, 4 * width),
+        _convolutions(4 * width, 2 * width, width, kernel=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+
+
+def _convolutions(inner: int, *outer: int, kernel: int = 3, padding: int = 0) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for width in outer:
+        layers += [
+            nn.Conv2d(inner, width, kernel, padding=padding),
+            nn.BatchNorm2d(width),
+            nn.LeakyReLU(0.1),
+        ]
+        inner = width
+    return nn.Sequential(*layers)
+
+
 def network(settings: Row) -> nn.Module:
     torch.manual_seed(settings["seed"])
     shape = SHAPES[settings["network"]]
     if settings["network"] == "small":
         return small_cnn(shape)
-    net = nn.Sequential(Noise(), large_cnn(shape, width=settings["width"]))
+    net = nn.Sequential(Noise(), large_cnn(shape[0], settings["width"]))
     if not settings.get("normalised", True):
         for module in list(net.modules()):
             for name, child in module.named_children():
@@ -82,7 +109,6 @@ def make_data(settings: Row, data_dir: str | None) -> TransferDataModule:
         source,
         target,
         labels=settings.get("labels", 50),
-        validation=0,
         max_source=settings["samples"],
         max_unlabeled=settings["samples"],
         image_shape=SHAPES[settings["network"]],
@@ -91,9 +117,12 @@ def make_data(settings: Row, data_dir: str | None) -> TransferDataModule:
     )
     data.setup()
     if settings["kind"] == "search":
-        rows = data.split.labeled.tolist()  # in turns of classes: the last 20 are as many of each
-        data = data.replaced(labels=rows[:30], validation=rows[30:])
-        data.setup()
+        rows = data.labeled.index.numpy()  # in turns of classes: the last 20 are as many of each
+        x, y = target.x_train, target.y_train
+        others = np.setdiff1d(np.arange(len(x)), rows[30:])
+        data.labeled = data.samples(x, y, rows[:30])
+        data.held_out = data.samples(x, y, rows[30:])
+        data.unlabeled = data.samples(x, rows=others, most=settings["samples"])
     return data
 
 
@@ -224,7 +253,7 @@ def fine_tuned(settings: Row, data_dir: str | None, folder: Path) -> Row:
     torch.manual_seed(settings["seed"])
     model = classifier(backbone, data, "fine_tune", settings)
     fit(model, data.use("fine_tune"), max_steps=settings["steps"], max_epochs=-1)
-    judged = data.validation if settings["kind"] == "search" else data.target_test
+    judged = data.held_out if settings["kind"] == "search" else data.target_test
     loss, accuracy = scores(model, judged)
     return {"loss": loss, "accuracy": accuracy, **start}
 

@@ -197,8 +197,8 @@ def transfer(
             ``lightning_taskinfo.transfer.TransferDataModule`` and its arguments.
         model: With ``starts``: import path of your LightningModule, such as ``my_package.Net``; its
             arguments follow, ``--model.width 64``.
-        backbone: Without ``starts``: mlp, small_cnn, large_cnn, or the import path of a function
-            that makes a network for an image shape.
+        backbone: Without ``starts``: mlp, small_cnn, or the import path of a function that makes a
+            network for an image shape.
         folder: Folder of everything that is written. A run that was killed goes on from it.
         logger: Where each run logs its metrics.
         workers: Processes that share the work; as many as there are cores where not given, 0 for

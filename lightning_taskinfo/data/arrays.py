@@ -35,7 +35,7 @@ def channels_last(shape: Sequence[int]) -> bool:
     return len(shape) == 4 and shape[-1] in CHANNELS and shape[1] not in CHANNELS
 
 
-def _as_images(argument: str, images: Any) -> Images:
+def as_images(argument: str, images: Any) -> Images:
     """Return bytes of shape ``[N, C, H, W]``; nothing but axes is converted, numbers are refused and not guessed at."""
     x = _array(argument, images)
     if x.dtype != np.uint8:
@@ -123,7 +123,7 @@ class ArrayData:
         for split in ("train", "test"):
             images = f"x_{split}"
             labels = f"y_{split}"
-            x = _as_images(images, getattr(self, images))
+            x = as_images(images, getattr(self, images))
             y = as_labels(labels, getattr(self, labels))
             if len(x) != len(y) or not len(x):
                 raise ValueError(

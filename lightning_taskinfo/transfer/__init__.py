@@ -21,7 +21,6 @@ from lightning_taskinfo.transfer.ready.module import (
     PENALTIES,
     WEIGHTS,
     TransferClassifier,
-    large_cnn,
     mlp,
     small_cnn,
 )
@@ -57,7 +56,6 @@ __all__ = [
     "TransferReport",
     "feature_overlap",
     "group_name",
-    "large_cnn",
     "log_to_wandb",
     "mlp",
     "rank_starts",

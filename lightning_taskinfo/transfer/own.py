@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._batches import read_batch
 from lightning_taskinfo._calls import outputs_of
-from lightning_taskinfo._files import claim_folder, write_tensors
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo._nested import IGNORED, moved
 from lightning_taskinfo._observe import observing, trainable_parameters
@@ -30,13 +29,12 @@ from lightning_taskinfo.transfer.sampling import (
     Loader,
     Rows,
     Target,
-    check_different,
     chosen_rows,
     generators_kept,
     read_target,
     reseed,
 )
-from lightning_taskinfo.transfer.starts import Adapt, Given, MakeModule, Start, adapted
+from lightning_taskinfo.transfer.starts import Adapt, Given, MakeModule, Start
 from lightning_taskinfo.transfer.training import (
     SCRATCH,
     SILENT,
@@ -106,6 +104,7 @@ class Own(Recipe):
             is_higher_better(metric, mode)
         elif mode is not None:
             raise ValueError(f"`mode` must be left out without `metric`, got {mode!r}.")
+        self.pretrained = {}
         self.metric = metric
         self.certify = certify
         self.target = read_target(data, batch_size)
@@ -117,8 +116,7 @@ class Own(Recipe):
             self.namespace = str(reading.namespace_of(module))
             self.title = f"{type(module).__name__} from {', '.join(starts)}"
             self.options = _trainer_options(trainer, accelerator, self.namespace)
-            self.ways = _named_ways([adapt] if isinstance(adapt, str) else adapt)
-            self.trained = self._trained_parameters()
+            self.take_ways(adapt)
             fingerprint = self._choose_rows(labels, module)
             logged, self.seconds = self._tried()
         self.configuration = {
@@ -158,62 +156,16 @@ class Own(Recipe):
             self.rows[seed] = rows
         return {"training": samples, "samples": size, "test": len(target.test.dataset)}
 
-    def _trained_parameters(self) -> dict[tuple[str, str], list[str]]:
-        """Try every way on every start; return names of what is trained then."""
-        found = {}
-        for (name, start), (way, given) in product(self.starts.items(), self.ways.items()):
-            if name != SCRATCH:
-                module = adapted(start.module(0), given, start.head)
-                found[name, way] = [*trainable_parameters(module)]
-        return found
-
-    def trials(self, root: Path, log: RunLog) -> list[Trial]:
-        """Return all trainings, scratch in full and the others in every way."""
-        pairs = [(SCRATCH, "full")]
-        pairs += product([name for name in self.starts if name != SCRATCH], self.ways)
-        trials = []
-        for seed, labels, (start, way) in product(self.seeds, self.labels, pairs):
-            scratch = start == SCRATCH
-            trial = Trial(
-                self,
-                root,
-                log,
-                name=f"{start}-{way}-{labels}-seed{seed}",
-                stage="scratch" if scratch else "fine_tune",
-                method=start if scratch or len(self.ways) == 1 else f"{start}, {way}",
-                labels=labels,
-                seed=seed,
-                start=start,
-                way=way,
-            )
-            trials.append(trial)
-        return trials
-
-    def store(self, root: Path) -> None:
-        """Write the weights of the starts, which may be added but not changed; trainings read them there."""
-        for name, start in self.starts.items():
-            path = root / "starts" / name / "weights.pt"
-            with generators_kept():
-                claim_folder(path.parent, {"weights": start.digest()})
-            if start.weights:
-                if not path.exists():
-                    write_tensors(path, start.weights)
-                self.starts[name] = replace(start, weights=path)
-        for (name, way), trained in self.trained.items():
-            claim_folder(root / "starts" / name / f"adapted-{way}", {"trained": ", ".join(trained)})
-
     def job(self, trial: Trial) -> Job:
         """Return a start, adapted, with the loaders of its labelled samples."""
         seed = trial.seed
         target = self.target
-        start = self.starts[trial.start]
-        way: Adapt = "full"
         origin = "random initialisation"
         if trial.start != SCRATCH:
-            way = self.ways[trial.way]
             others = "said to be pretrained on other samples than the certified ones"
             origin = f"the start {trial.start!r}, {others}"
-        module = adapted(start.module(seed), way, start.head)
+        module = self.starts[trial.start].module(seed)
+        self.adapted(module, trial.start, trial.way)
         rows = self.rows[seed]
         fit: Values = {"train_dataloaders": target.train_loader(rows[: trial.labels], seed)}
         # Epochs of a few labels are too short for validation to be the default.
@@ -329,13 +281,6 @@ def _trainer_options(trainer: Any, accelerator: str, namespace: str) -> Values:
     options["callbacks"] = callbacks if isinstance(callbacks, list) else [callbacks]
     check_trainer("`trainer` must hold options of Lightning's Trainer", namespace, options)
     return {"accelerator": accelerator, **options}
-
-
-def _named_ways(ways: Sequence[Adapt]) -> dict[str, Adapt]:
-    """Ways to adapt by name."""
-    names = [reading.way_name(way) for way in ways]
-    check_different("adapt", names)
-    return dict(zip(names, ways, strict=True))
 
 
 def _read_starts(

@@ -1,6 +1,7 @@
 """Starts × ways to adapt × numbers of labels × seeds: plan the trainings, run them, report."""
 
 import itertools
+import operator
 import os
 import pickle
 import sys
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lightning_taskinfo._files import claim_folder
-from lightning_taskinfo._lightning import DEFAULT, NAMESPACES
+from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._ranges import check_counts, check_not_negative, check_seed
@@ -25,7 +26,7 @@ from lightning_taskinfo.transfer.own import Own
 from lightning_taskinfo.transfer.ready import Ready, Stages
 from lightning_taskinfo.transfer.ready.module import Backbone
 from lightning_taskinfo.transfer.report import Result, TransferReport
-from lightning_taskinfo.transfer.sampling import check_different, count_or_rows
+from lightning_taskinfo.transfer.sampling import check_different
 from lightning_taskinfo.transfer.starts import MakeModule
 from lightning_taskinfo.transfer.training import (
     LoggerKind,
@@ -62,7 +63,6 @@ def transfer(
     executor: Executor | None = None,
     workers: int | None = 0,
     accelerator: str = "cpu",
-    namespace: str = DEFAULT,
     progress: Progress | bool = True,
     on_done: Done | None = None,
 ) -> TransferReport:
@@ -73,15 +73,15 @@ def transfer(
     decides the labelled samples, the fresh weights and the order of the batches, and is shared by
     all starts, so that they are compared in pairs.
 
-    Without ``starts``, they are made here: for every method, a network is pretrained on the source
-    of a :class:`TransferDataModule` beside unlabelled target inputs, gets a new head, and is
-    fine-tuned on the target's labels by ``stages``.
+    Without ``starts``, they are made here: for every method and seed, a network is pretrained on the
+    source of a :class:`TransferDataModule` beside unlabelled target inputs, gets a new head, and is
+    adapted to the target's labels like any other start.
 
     With a ``folder``, every run keeps its last finished epoch and its result there. A run that was
     killed goes on where it was and ends with the same numbers; a finished one is read, not
     repeated; starts, ways to adapt, methods, labels and seeds can be added; anything else that
-    changes the numbers is refused, with what differs. Where it runs (processes, accelerator,
-    namespace) and what it logs to may change.
+    changes the numbers is refused, with what differs. Where it runs (processes, accelerator) and
+    what it logs to may change.
 
     Args:
         model: With ``starts``: a function without arguments that makes your LightningModule, with
@@ -135,8 +135,6 @@ def transfer(
             ``None`` for as many as there are cores. A script that uses processes needs
             ``if __name__ == "__main__":``.
         accelerator: Lightning's accelerator of each training, which has one device.
-        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``; a module of your own has its
-            own.
         progress: Whether to say how many runs there are and which weights of each start are fresh,
             and to draw a bar where standard error is a terminal or a notebook, and write a line now
             and then elsewhere; or a function, called with the number of finished trainings, their
@@ -162,12 +160,10 @@ def transfer(
         data = TransferDataModule("digits", "letters", labels=50)
         report = transfer("small_cnn", data, methods=["standard", "lautum"], seeds=3, folder="runs/ready")
     """
-    if namespace not in NAMESPACES:
-        raise ValueError(f"`namespace` must be one of {', '.join(NAMESPACES)}, got {namespace!r}.")
     check_executor(executor, workers)
     if executor is None:  # whose machines may have others
         rule = f"`accelerator` must be one that Lightning finds here, got {accelerator!r}"
-        check_trainer(rule, namespace, {"accelerator": accelerator})
+        check_trainer(rule, DEFAULT, {"accelerator": accelerator})
     if folder is None and logger in ("csv", "wandb_offline"):
         raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
     own: Values = {"metric": metric, "mode": mode, "trainer": trainer}
@@ -178,13 +174,13 @@ def transfer(
         if value is not None:
             raise ValueError(f"`{argument}` must be left out {when} `starts`, got {value!r}.")
     counts = None if labels is None else _whole_numbers("labels", labels)
-    shared: Values = {"data": data, "labels": counts, "accelerator": accelerator}
+    shared: Values = {"data": data, "labels": counts, "accelerator": accelerator, "adapt": adapt}
     shared["seeds"] = _seeds(seeds)
     made: Any = model
     if starts is None:
-        recipe: Recipe = Ready(made, namespace=namespace, **shared, **ready)
+        recipe: Recipe = Ready(made, **shared, **ready)
     else:
-        recipe = Own(made, starts=starts, adapt=adapt, **shared, **own)
+        recipe = Own(made, starts=starts, **shared, **own)
     title = name or recipe.title
     with TemporaryDirectory() as temporary:
         root = Path(temporary if folder is None else folder).absolute()  # a worker's is another
@@ -252,7 +248,7 @@ def group_name(title: str, folder: str | os.PathLike[str]) -> str:
 def _seeds(given: Any) -> list[int]:
     """The seeds, or as many as asked for."""
     if np.ndim(given) == 0:
-        (count,) = _whole_numbers("seeds", [given])
+        (count,) = _whole_numbers("seeds", given)
         check_counts(seeds=count)
         given = range(count)
     seeds = _whole_numbers("seeds", given)
@@ -263,8 +259,11 @@ def _seeds(given: Any) -> list[int]:
 
 def _whole_numbers(argument: str, given: Any) -> list[int]:
     """One number or several as a list of Python's own, which names of files and JSON know."""
-    found = count_or_rows(argument, given)
-    numbers = [found] if isinstance(found, int) else found
+    try:
+        numbers = [operator.index(one) for one in ([given] if np.ndim(given) == 0 else given)]
+    except TypeError:
+        rule = "must be a whole number or several"
+        raise TypeError(f"`{argument}` {rule}, got {given!r}.") from None
     check_different(argument, numbers)
     return numbers
 

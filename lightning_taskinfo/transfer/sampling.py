@@ -1,12 +1,10 @@
 """The samples of a transfer: the user's target data, which of it is labelled, and an order by seed and epoch."""
 
-import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -119,92 +117,6 @@ def seeded(*parts: int) -> Iterator[None]:
         yield
 
 
-class Split(NamedTuple):
-    """Rows of the target's training split.
-
-    Attributes:
-        labeled: Rows whose labels may be trained on.
-        validation: Rows whose labels are only looked at.
-        unlabeled: All rows but ``validation``: inputs without labels, those of ``labeled`` among
-            them.
-    """
-
-    labeled: Rows
-    validation: Rows
-    unlabeled: Rows
-
-
-def split_target(
-    y: Rows,
-    num_classes: int,
-    *,
-    labels: int | Sequence[int],
-    validation: int | Sequence[int] = 0,
-    seed: int,
-    argument: str = "target",
-) -> Split:
-    """Choose validation and labelled rows, each class in turn, without regard to the number of the other.
-
-    The first 50 labels are among the first 100: more labels are the same ones and others. The
-    validation rows do not depend on the number of labels; rows that are given for the labels are
-    left out of them.
-
-    Args:
-        y: Classes of the target's training split.
-        num_classes: Number of classes.
-        labels: Number of labelled samples, or their rows.
-        validation: Number of validation samples, or their rows; 0 for none.
-        seed: Seed of the choice.
-        argument: What the user calls the data, for messages.
-
-    Raises:
-        ValueError: If there are not enough samples, a class would stay without a label, there is
-            only one class, or given rows are out of range, repeated or overlap.
-
-    Example:
-        >>> y = np.array([0, 1] * 10)
-        >>> split = split_target(y, 2, labels=4, validation=6, seed=0)
-        >>> y[split.labeled].tolist().count(0), len(split.validation), len(split.unlabeled)
-        (2, 6, 14)
-    """
-    if len(np.unique(y)) < 2:
-        rule = "must have training samples of at least two classes"
-        raise ValueError(f"`{argument}` {rule}, got class {y[:1]} only.")
-    if absent := _absent(y, num_classes):
-        rule = f"must have training samples of every one of its {num_classes} classes"
-        raise ValueError(f"`{argument}` {rule}, got none of class {absent}; classes count from 0.")
-    order = by_turns(y, num_classes, np.random.default_rng(seed))
-    labeled = order[:0]
-    hint = ""
-    if not isinstance(labels, int):
-        labeled = _chosen("labels", labels, order, labeled, y)
-        hint = " A list of `labels` names rows; numbers to compare go to `transfer(labels=[…])`."
-    kept = _chosen("validation", validation, order, labeled, y)
-    if isinstance(labels, int):
-        labeled = _chosen("labels", labels, order, kept, y)
-    if both := np.intersect1d(labeled, kept).tolist():
-        raise ValueError(f"`labels` and `validation` must not share rows, got {both[:5]} in both.")
-    if missing := _absent(y[labeled], num_classes):
-        rule = f"`labels` must give every one of the {num_classes} classes at least one label"
-        raise ValueError(f"{rule}, got {len(labeled)} labels and none for class {missing}.{hint}")
-    return Split(labeled, kept, np.setdiff1d(np.arange(len(y)), kept))
-
-
-def count_or_rows(argument: str, value: Any) -> int | list[int]:
-    """Return a number of samples, or rows, as Python's own numbers.
-
-    Raises:
-        TypeError: If it is neither a whole number nor rows.
-    """
-    try:
-        if isinstance(value, Integral):
-            return int(value)
-        return [operator.index(row) for row in value]
-    except TypeError:
-        rule = "must be a whole number or a sequence of whole numbers"
-        raise TypeError(f"`{argument}` {rule}, got {value!r}.") from None
-
-
 def by_turns(
     y: Rows,
     num_classes: int,
@@ -225,35 +137,6 @@ def _turn(y: Rows) -> Rows:
         same = y == label
         turn[same] = np.arange(same.sum())
     return turn
-
-
-def _chosen(
-    argument: str,
-    wanted: int | Sequence[int],
-    order: Rows,
-    taken: Rows,
-    y: Rows,
-) -> Rows:
-    """The rows that are named; or so many of those that are not taken, in turns of classes."""
-    if isinstance(wanted, int):
-        free = order[~np.isin(order, taken)]
-        if not 0 <= wanted <= len(free):
-            rule = f"must be between 0 and {len(free)}, the samples beside {len(taken)} others"
-            raise ValueError(f"`{argument}` {rule}, got {wanted}.")
-        turns = np.argsort(_turn(y[free]), kind="stable")  # what is taken leaves gaps
-        return free[turns][:wanted]
-    rows = np.asarray(wanted, dtype=np.int64)
-    if not {*wanted} <= {*range(len(y))}:
-        rule = f"must hold rows from 0 to {len(y) - 1}"
-        raise ValueError(f"`{argument}` {rule}, got {rows.min()} to {rows.max()}.")
-    if repeated := len(rows) - len({*wanted}):
-        raise ValueError(f"`{argument}` must not repeat a row, got {repeated} repetitions.")
-    return rows
-
-
-def _absent(y: Rows, num_classes: int) -> str:
-    """Which classes are not there."""
-    return ", ".join(map(str, np.setdiff1d(np.arange(num_classes), y)[:10]))
 
 
 def check_different(argument: str, values: Sequence[Any]) -> None:

@@ -115,12 +115,13 @@ def make_module(make: MakeModule, argument: str = "model") -> Any:
     Raises:
         ValueError: If it is something else, or the function fails.
     """
-    rule = f"`{argument}` must make a LightningModule"
     try:
         module = make()
     except Exception as error:  # of the user's own function
+        rule = f"`{argument}` must make a network"
         raise ValueError(f"{rule}, but it failed ({reason_of(error)}).") from error
     if namespace_of(module) is None:
+        rule = f"`{argument}` must make a LightningModule"
         raise ValueError(f"{rule}, got {type(module).__name__}.")
     return module
 

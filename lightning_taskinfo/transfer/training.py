@@ -9,8 +9,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 
 from lightning_taskinfo import _files
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES, Callback, LightningModule, Trainer
+from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo._wandb import PREFIX, ours
 from lightning_taskinfo._warn import first_line
 from lightning_taskinfo.callbacks.report import summary
 from lightning_taskinfo.regularizers import Regularizer
-from lightning_taskinfo.transfer.sampling import generators_kept, reseed
+from lightning_taskinfo.transfer.sampling import check_different, generators_kept, reseed
+from lightning_taskinfo.transfer.starts import Adapt, Start, adapted, way_name
 
 Stage = Literal["pretrain", "scratch", "fine_tune"]
 LoggerKind = Literal["none", "csv", "wandb", "wandb_offline"]
@@ -31,7 +34,6 @@ Values = dict[str, Any]
 After = Callable[[Row], tuple[Values, Values]]
 SCRATCH = "scratch"
 ADVICE = "Delete it to train that stage again."
-OF_LIGHTNING = ("epoch", "trainer/global_step")
 SILENT = {
     "enable_checkpointing": False,
     "enable_progress_bar": False,
@@ -60,8 +62,6 @@ class Job:
         after: Takes the metrics of the test and returns what is found after training, under names
             of :class:`~lightning_taskinfo.transfer.report.Result`, and what is logged of it.
         before: What is logged before training.
-        ours: Whether the module is ours, and not the user's: then what it logs has our prefix, and
-            its checkpoints are whole.
     """
 
     module: Any
@@ -72,16 +72,19 @@ class Job:
     weights: Callable[[], dict[str, Tensor]]
     after: After
     before: Values = field(default_factory=dict)
-    ours: bool = False
 
 
 class Recipe:
-    """What is trained, and how: the user's own module from their starts, or the ready parts from starts made here.
+    """What is trained, and how: the user's own module from their starts, or ready parts from starts that are made here.
 
     Attributes:
         title: What to call the transfer.
         namespace: Whose modules they are.
         configuration: What decides the numbers.
+        starts: Starts by name, scratch among them.
+        pretrained: By start, what to call the pretraining that makes its weights.
+        labels: Numbers of labels.
+        seeds: The seeds.
         seconds: Estimate of the time of a training, if there is one.
         origins: Where the weights of each start of the user's come from, in words.
     """
@@ -89,19 +92,71 @@ class Recipe:
     title: str
     namespace: str
     configuration: Values
+    starts: dict[str, Start]
+    pretrained: Mapping[str, str]
+    labels: Sequence[int]
+    seeds: Sequence[int]
     seconds: float | None = None
     origins: Mapping[str, str]
 
+    def take_ways(self, adapt: Sequence[Adapt] | str) -> None:
+        """Try every way to adapt on every start; keep the ways by name, and what each trains.
+
+        Raises:
+            ValueError: If there is no such way, or it leaves nothing to train.
+        """
+        ways = [adapt] if isinstance(adapt, str) else adapt
+        names = [way_name(way) for way in ways]
+        check_different("adapt", names)
+        self.ways = dict(zip(names, ways, strict=True))
+        self.trained: dict[tuple[str, str], list[str]] = {}
+        for (name, start), way in product(self.starts.items(), self.ways):
+            if name != SCRATCH:
+                module = self.adapted(start.module(0), name, way)
+                self.trained[name, way] = [*trainable_parameters(module)]
+
+    def adapted(self, module: Any, start: str, way: str) -> Any:
+        """Leave trainable what is trained of a module at its start; all of it from scratch."""
+        if start == SCRATCH:
+            return module
+        return adapted(module, self.ways[way], self.starts[start].head)
+
     def trials(self, root: Path, log: "RunLog") -> list["Trial"]:
-        """Return all trainings, each after the one that it needs."""
-        raise NotImplementedError
+        """Return all trainings, each after the one that it needs: scratch in full, starts in every way."""
+        make = partial(Trial, self, root, log)
+        others = [name for name in self.starts if name != SCRATCH]
+        pairs = [(SCRATCH, "full"), *product(others, self.ways)]
+        found: dict[str, Trial] = {}
+        for seed, labels, (start, way) in product(self.seeds, self.labels, pairs):
+            needs = None
+            scratch = start == SCRATCH
+            if start in self.pretrained:  # starts that are pretrained alike share it
+                made = self.pretrained[start]
+                name = f"pretrain-{made}-seed{seed}"
+                needs = found.setdefault(name, make(name, "pretrain", made, labels, seed, made))
+            name = f"{start}-{way}-{labels}-seed{seed}"
+            stage: Stage = "scratch" if scratch else "fine_tune"
+            method = start if scratch or len(self.ways) == 1 else f"{start}, {way}"
+            found[name] = make(name, stage, method, labels, seed, start, way, needs)
+        return [*found.values()]
 
     def job(self, trial: "Trial") -> Job:
         """Return what a training trains."""
         raise NotImplementedError
 
     def store(self, root: Path) -> None:
-        """Write what all trainings read into the folder of the transfer."""
+        """Write the weights of the starts, which may be added but not changed; trainings read them there."""
+        for name, start in self.starts.items():
+            path = root / "starts" / name / "weights.pt"
+            with generators_kept():
+                _files.claim_folder(path.parent, {"weights": start.digest()})
+            if start.weights:
+                if not path.exists():
+                    _files.write_tensors(path, start.weights)
+                self.starts[name] = replace(start, weights=path)
+        for (name, way), trained in self.trained.items():
+            folder = root / "starts" / name / f"adapted-{way}"
+            _files.claim_folder(folder, {"trained": ", ".join(trained)})
 
 
 @dataclass(frozen=True)
@@ -132,19 +187,12 @@ class RunLog:
             raise ValueError(f"`logger` must be one of {', '.join(kinds)}, got {self.kind!r}.")
 
     @contextmanager
-    def run(
-        self,
-        name: str,
-        settings: Values,
-        *,
-        own_module: bool = True,
-    ) -> Iterator[Any]:
+    def run(self, name: str, settings: Values) -> Iterator[Any]:
         """Open the logger of a run, if it has one, and close it, whatever happens.
 
         Args:
             name: Name of the run; the same when a killed one is continued.
             settings: What it is run with.
-            own_module: Whether what the module logs is ours to name, and not the user's.
         """
         if not self.kind.startswith("wandb"):
             yield None
@@ -171,8 +219,6 @@ class RunLog:
         logger = NAMESPACES[self.namespace].loggers.WandbLogger(
             name=name, save_dir=self.folder, project=self.project, experiment=run
         )
-        if own_module:
-            _name_ours(logger)
         try:
             yield logger
         finally:
@@ -190,19 +236,6 @@ class RunLog:
                 writer = csv.DictWriter(file, [*columns], lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(curve)
-
-
-def _name_ours(logger: Any) -> None:
-    """Put our prefix before the names of everything that our own module logs."""
-    log = logger.log_metrics
-
-    def log_metrics(metrics: Row, step: int | None = None) -> None:
-        named = {}
-        for key, value in metrics.items():
-            named[key if key in OF_LIGHTNING else ours(key)] = value
-        log(named, step)
-
-    logger.log_metrics = log_metrics
 
 
 def log_numbers(
@@ -303,7 +336,7 @@ class Trial:
             earlier = _files.read_result(self.needs.result)
         with generators_kept():
             job = self.recipe.job(self)
-            with log.run(self.name, {**settings, "adapt": self.way}, own_module=job.ours) as logger:
+            with log.run(self.name, {**settings, "adapt": self.way}) as logger:
                 for row in earlier["curves"]:  # each that needs a pretraining logs its epochs
                     plain = {key.removeprefix(f"{PREFIX}/"): row[key] for key in row}
                     log_numbers(logger, {"pretrain": plain})
@@ -330,19 +363,11 @@ class EpochKeeper(Callback):
     Args:
         folder: Where ``last.ckpt`` goes.
         parts: What the random generators are seeded from, before the epoch.
-        lean: Whether parts that are frozen run as in evaluation, and stay out of the checkpoint.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        parts: tuple[int, ...],
-        *,
-        lean: bool,
-    ) -> None:
+    def __init__(self, folder: Path, parts: tuple[int, ...]) -> None:
         self.folder = folder
         self.parts = parts
-        self.lean = lean
         self.curve: list[Row] = []
         self._frozen: set[nn.Parameter] = set()
         self._next_write = 0.0
@@ -361,7 +386,7 @@ class EpochKeeper(Callback):
         pl_module: LightningModule,
     ) -> None:
         """Let frozen parts run as in evaluation: no dropout, and statistics of batch normalisation that stay."""
-        frozen = _frozen(pl_module) if self.lean else set()
+        frozen = _frozen(pl_module)
         for part in pl_module.modules():
             parameters = {*part.parameters()}
             if parameters and parameters <= frozen:
@@ -394,8 +419,7 @@ class EpochKeeper(Callback):
         if begun >= self._next_write:
             save_checkpoint(trainer, self.folder / "last.ckpt")
             ended = time.monotonic()
-            if self.lean:
-                self._next_write = ended + 20 * (ended - begun)
+            self._next_write = ended + 20 * (ended - begun)
 
     def on_save_checkpoint(
         self,
@@ -404,8 +428,6 @@ class EpochKeeper(Callback):
         checkpoint: Values,
     ) -> None:
         """Leave out what a run knows without it: arguments, of any kind, and weights that were never trained."""
-        if not self.lean:
-            return
         for name in ("hyper_parameters", "hparams_name", "hparams_type"):
             checkpoint.pop(name, None)
         for name, parameter in pl_module.named_parameters():
@@ -450,9 +472,8 @@ def fit_stage(
     """
     folder.mkdir(parents=True, exist_ok=True)
     last = folder / "last.ckpt"
-    keeper = EpochKeeper(folder, job.seeds, lean=not job.ours)
-    if keeper.lean:
-        job.module.strict_loading = False  # what is frozen is not in the checkpoint
+    keeper = EpochKeeper(folder, job.seeds)
+    job.module.strict_loading = False  # what is frozen is not in the checkpoint
     callbacks = [*job.options.get("callbacks", []), keeper]
     options = {**job.options, "logger": logger or False, "callbacks": callbacks}
     test: Row = {}

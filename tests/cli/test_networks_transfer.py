@@ -41,13 +41,13 @@ def test_an_experiment_in_weights_and_biases(pair, tmp_path, capsys):
     runs = sorted((out / "logs" / "wandb").glob("offline-run-*"))
     assert len(runs) == 3
     shown = [inspect(run) for run in runs]
-    (tuned,) = (text for text in shown if '"lautum-9-seed0"' in text)
+    (tuned,) = (text for text in shown if '"lautum-full-9-seed0"' in text)
     for key in (
         "taskinfo/pretrain/train_loss",
-        "taskinfo/train_loss",
+        '"train_loss"',
         "taskinfo/before/information/total",
         "taskinfo/added/total",
-        "taskinfo/test_accuracy",
+        '"test_accuracy"',
     ):
         assert key in tuned
     assert (
@@ -78,17 +78,16 @@ def test_a_yaml_file_and_a_second_run_that_has_nothing_to_do(pair, tmp_path, cap
     ("argument", "message"),
     [
         ("--data=digits", "`data` must be a source and a target"),
-        ("--backbone=vgg", "`model` must be one of mlp"),
+        ("--backbone=vgg", "`backbone` must be one of mlp"),
         (
             "--backbone=torch.nn.Linear",
-            "must make a network for an image shape, but Linear((1, 8, 8)) failed",
+            "`model` must make a network, but it failed",
         ),
         ("--backbone=torch.nn.Flatten", "`model` must "),
         ("--backbone=examples.reference.Classifier", "`model` must "),
         ("--stages.learning_rate=.inf", "learning_rate"),
-        ("--stages.weight_decay=.nan", "weight_decay"),
-        ("--labels=[500]", "`labels` must be between 0 and 81, the samples beside 9 others"),
-        ("--methods=[laplace]", "`methods` must be made of"),
+        ("--labels=[500]", "`labels` must be between 1 and the 90 training samples there are"),
+        ("--methods=[laplace]", "`method` must be one of temporal_ensembling"),
         ("--data=no.npz->digits", "'no.npz' was not found at this path."),
         ("--data=nothing->nowhere", "'nothing' was not found"),
     ],

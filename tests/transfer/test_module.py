@@ -2,7 +2,6 @@
 
 import json
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -13,12 +12,12 @@ from lightning_taskinfo.transfer import BACKBONES, CLASSES, PENALTIES, TransferC
 from lightning_taskinfo.transfer.ready.module import (
     acting,
     all_weights,
-    backbone_name,
     feature_dim,
     make_backbone,
     parse_method,
 )
 from lightning_taskinfo.transfer.training import quiet
+from lightning_taskinfo.variational import noisy_weights
 from tests.transfer.tiny import tiny_data, tiny_net
 
 SHAPE = (1, 8, 8)
@@ -34,8 +33,7 @@ def classifier(method="standard", stage="pretrain", data=None, kind=TransferClas
     )  # fmt: skip
     if "lautum" in net.penalties:
         net.lautum.fit_inputs([data.unlabeled.x.float() / 255])
-    net.add_noise()
-    return net, data.use("pretrain" if stage == "pretrain" else "fine_tune")
+    return net, data.use(stage)
 
 
 def fit(net, data, namespace="pytorch_lightning", **options):
@@ -86,7 +84,7 @@ def test_ranks_share_the_samples_also_where_a_share_fills_no_batch(tmp_path):
         *(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)), strict=True
     )
     assert [len(part) for part in labeled] == [10, 10]
-    assert sorted(labeled[0] + labeled[1]) == sorted(data.split.labeled.tolist())
+    assert sorted(labeled[0] + labeled[1]) == sorted(data.labeled.index.tolist())
     assert not set(unlabeled[0]) & set(unlabeled[1])
 
 
@@ -95,77 +93,15 @@ def test_the_class_of_each_namespace_runs_in_its_trainer(namespace):
     net, data = classifier("mk_mmd", kind=CLASSES[namespace])
     assert isinstance(net, NAMESPACES[namespace].LightningModule)
     trainer = fit(net, data, namespace)
-    assert {"train_loss", "val_loss", "val_accuracy"} <= trainer.callback_metrics.keys()
+    assert "train_loss" in trainer.callback_metrics
 
 
-def test_training_from_scratch_has_no_penalty():
-    assert classifier("lautum+temporal_ensembling+information", "scratch")[0].penalties == ()
-
-
-def test_the_head_alone_is_trained_on_frozen_features():
-    net, data = classifier(stage="fine_tune", fine_tune="linear")
-    before = {name: p.clone() for name, p in net.named_parameters()}
-    trainer = fit(net, data)
-    assert {n for n, p in net.named_parameters() if not torch.equal(p, before[n])} == {
-        "head.weight",
-        "head.bias",
-    }
-    assert sum(len(group["params"]) for group in trainer.optimizers[0].param_groups) == 2
-    assert not net.backbone[3].training  # no dropout in the features
-
-
-class Scaled(nn.Module):
-    """A backbone with a weight of its own, beside that of its layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(64))
-        self.layer = nn.Linear(64, 4)
-
-    def forward(self, x):
-        return self.layer(x.flatten(1) * self.scale)
-
-
-def test_weights_of_the_backbone_itself_are_frozen_too_and_thaw_last():
-    net = TransferClassifier(Scaled(), 3, SHAPE, stage="fine_tune", fine_tune="layerwise", epochs=4)
-    net.freeze_for(0)
-    assert not any(p.requires_grad for p in net.backbone.parameters())
-    net.freeze_for(3)
-    assert all(p.requires_grad for p in net.backbone.parameters())
-
-
-def test_dropout_is_on_behind_the_first_trained_layer_only():
-    net, _ = classifier(stage="fine_tune", fine_tune="layerwise")
-    net.backbone = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.Dropout())
-    net.epochs, states = 3, []
-    for epoch in range(3):
-        net.freeze_for(epoch)
-        states.append([child.training for child in net.backbone])
-    assert states == [[False] * 4, [False, False, True, True], [True] * 4]
-
-
-def test_layers_thaw_from_the_last_to_the_first():
-    net, _ = classifier(stage="fine_tune", fine_tune="layerwise")
-    net.backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    net.epochs = 4
-    trainable = []
-    for epoch in range(4):
-        net.freeze_for(epoch)
-        trainable.append(
-            [all(p.requires_grad for p in child.parameters()) for child in net.backbone]
-        )
-        assert [child.training for child in net.backbone] == trainable[-1]
-    assert trainable == [[False] * 3, [False, False, True], [False, True, True], [True] * 3]
-    assert (
-        len(net.configure_optimizers().param_groups[0]["params"]) == 8
-    )  # all of them, frozen now or not
-
-
-def test_variances_of_noisy_weights_have_no_weight_decay():
-    net, _ = classifier("information", weight_decay=0.1)
-    decayed, free = net.configure_optimizers().param_groups
-    assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
-    assert len(decayed["params"]) == len(free["params"]) == 4
+def test_noise_is_added_once_and_to_what_is_trained():
+    net, data = classifier("information", "fine_tune")
+    net.backbone.requires_grad_(False)
+    for _ in range(2):
+        fit(net, data)
+    assert [name for name, *_ in noisy_weights(net)] == ["head.weight", "head.bias"]
 
 
 def test_target_inputs_do_not_move_batch_statistics_while_pretraining():
@@ -181,8 +117,7 @@ def test_target_inputs_do_not_move_batch_statistics_while_pretraining():
 @pytest.mark.parametrize("name", BACKBONES)
 def test_backbones_put_out_features_for_any_channels(name):
     shape = (3, 20, 24)
-    small = {"width": 8} if name == "large_cnn" else {}
-    net = BACKBONES[name](shape, **small)
+    net = BACKBONES[name](shape)
     assert net(torch.zeros(2, *shape)).shape == (2, feature_dim(net, shape))
 
 
@@ -196,50 +131,29 @@ def test_names_of_methods():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: parse_method("laplace"),
-            "`method` must be made of standard, .* got 'laplace' in 'laplace'",
-        ),
-        (
-            lambda: parse_method("lautum+mk_mdd"),
-            r"got 'mk_mdd' in 'lautum\+mk_mdd'\.$",
-        ),
-        (lambda: parse_method("lautum+lautum"), "`method` must name each part once"),
-        (lambda: all_weights({"laplace": 1.0}), "`weights` must be for .* got 'laplace'"),
+        (lambda: parse_method("laplace"), "`method` must be one of temporal_.*, got 'laplace'"),
+        (lambda: parse_method("lautum+mk_mdd"), "`method` must be one of .*, got 'mk_mdd'"),
+        (lambda: parse_method("lautum+lautum"), "`method` must not repeat a value"),
+        (lambda: all_weights({"laplace": 1.0}), "`weights` must be one of .* got 'laplace'"),
         (
             lambda: all_weights({"lautum": -1.0}),
-            "`weights` must be finite and not negative, got -1.0 for 'lautum'",
+            "`lautum` must be non-negative and finite, got -1.0",
         ),
-        (
-            lambda: all_weights({"lautum": math.inf}),
-            "`weights` must be finite and not negative, got inf for 'lautum'",
-        ),
-        (
-            lambda: all_weights({"lautum": float("nan")}),
-            "must be finite and not negative, got nan for 'lautum'",
-        ),
+        (lambda: all_weights({"lautum": math.inf}), "must be non-negative and finite, got inf"),
+        (lambda: all_weights({"lautum": math.nan}), "must be non-negative and finite, got nan"),
         (lambda: make_backbone("vgg", SHAPE), "`backbone` must be one of mlp, .* got 'vgg'"),
         (
             lambda: make_backbone(lambda shape: 3, SHAPE),
             "`backbone` must make an nn.Module, got int",
         ),
         (
-            lambda: make_backbone("large_cnn", SHAPE),
-            r"height and width of at least 20, got \(1, 8, 8\)",
-        ),
-        (lambda: backbone_name(lambda shape: None), "defined at the top of a module"),
-        (
-            lambda: backbone_name(partial(tiny_net)),
-            "defined at the top of a module, got functools.partial",
+            lambda: make_backbone("small_cnn", (1, 8, 7)),
+            r"height and width of at least 8, got \(1, 8, 7\)",
         ),
         (lambda: TransferClassifier("mlp", 1, SHAPE), "`num_classes` must be at least 2, got 1"),
         (
             lambda: TransferClassifier("mlp", 2, SHAPE, stage="test"),
             "`stage` must be .* got 'test'",
-        ),
-        (
-            lambda: TransferClassifier("mlp", 2, SHAPE, fine_tune="half"),
-            "`fine_tune` must be .* got 'half'",
         ),
         (
             lambda: TransferClassifier("mlp", 2, SHAPE, learning_rate=0.0),

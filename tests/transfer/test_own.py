@@ -250,7 +250,7 @@ def test_frozen_parts_keep_their_statistics():
     from lightning_taskinfo.transfer.training import EpochKeeper
 
     net = adapted(Net(), "linear", ["head.weight", "head.bias"])
-    EpochKeeper(None, (0,), lean=True).on_train_epoch_start(None, net)
+    EpochKeeper(None, (0,)).on_train_epoch_start(None, net)
     assert not net.body.training
     assert net.head.training
 
@@ -541,7 +541,7 @@ BAD = {
     "no module": ({"make": lambda: torch.nn.Linear(1, 1)}, "`model` must make a LightningModule"),
     "a failing module": (
         {"make": lambda: 1 / 0},
-        "`model` must make a LightningModule, but it failed",
+        "`model` must make a network, but it failed",
     ),
     "other inputs": (
         {"data": {"train": (torch.randn(30, 5), torch.arange(30) % 3), "test": DATA["test"]}},

@@ -31,8 +31,8 @@ def test_transfer_tells_of_every_training_those_from_the_disk_too(tmp_path):
 def test_a_cell_in_words(tmp_path):
     words = [cell.description for cell in tiny_trials(tmp_path, methods=["lautum"])]
     assert words == [
-        "pretrain lautum, seed 0",
         "scratch, 9 labels, seed 0",
+        "pretrain lautum, seed 0",
         "lautum, 9 labels, seed 0",
     ]
 

@@ -3,7 +3,6 @@
 import numpy as np
 from torch import nn
 
-from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo.data import ArrayData
 from lightning_taskinfo.transfer import Stages, TransferDataModule
 from lightning_taskinfo.transfer.ready import Ready
@@ -26,7 +25,7 @@ def tiny_task(seed=0, *, classes=3, samples=90, size=8, channels=1, name="tiny")
 
 
 def tiny_data(**changes):
-    arguments = {"labels": 9, "validation": 12, "batch_size": 16, **changes}
+    arguments = {"labels": 9, "batch_size": 16, **changes}
     source = arguments.pop("source", None) or tiny_task(0, name="source")
     target = arguments.pop("target", None) or tiny_task(1, name="target")
     return TransferDataModule(source, target, **arguments)
@@ -42,5 +41,5 @@ def tiny_net(image_shape):
 def tiny_trials(folder, *, methods=("standard",), seeds=(0,)):
     """The trainings that ``transfer`` would run."""
     options = {"methods": methods, "stages": STAGES, "weights": None}
-    recipe = Ready(tiny_net, tiny_data(), None, seeds, "cpu", DEFAULT, **options)
+    recipe = Ready(tiny_net, tiny_data(), None, seeds, "cpu", "full", **options)
     return recipe.trials(folder, RunLog())

@@ -1,43 +1,38 @@
-"""The ready recipe: starts are pretrained on a source, then fine-tuned on the target's labels.
+"""The ready recipe: starts are pretrained on a source, then adapted to the target like any other.
 
 ``module.py`` has the networks and the methods, ``data.py`` source and target.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
-from lightning_taskinfo._files import read_tensors
-from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive
-from lightning_taskinfo._warn import TaskInfoWarning, warn
+from lightning_taskinfo._lightning import DEFAULT
+from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
-from lightning_taskinfo.transfer import sampling
 from lightning_taskinfo.transfer.overlap import feature_overlap
-from lightning_taskinfo.transfer.ready import module
 from lightning_taskinfo.transfer.ready.data import TransferDataModule
-from lightning_taskinfo.transfer.training import (
-    ADVICE,
-    SCRATCH,
-    After,
-    Job,
-    Recipe,
-    Row,
-    RunLog,
+from lightning_taskinfo.transfer.ready.module import (
+    Backbone,
     Stage,
-    Trial,
-    Values,
+    TransferClassifier,
+    acting,
+    all_weights,
+    make_backbone,
 )
+from lightning_taskinfo.transfer.sampling import check_different, generators_kept
+from lightning_taskinfo.transfer.starts import Adapt, Start
+from lightning_taskinfo.transfer.training import SCRATCH, After, Job, Recipe, Row, Trial, Values
 from lightning_taskinfo.variational import plain_state_dict
 
-VERSION = 3  # of the files in a folder: raise it when the same configuration gives other numbers
-STREAMS = {"pretrain": 0, "fine_tune": 1, "scratch": 2, "backbone": 3, "head": 4}  # of randomness
+VERSION = 4  # of the files in a folder: raise it when the same configuration gives other numbers
+STREAMS = {"pretrain": 0, "fine_tune": 1, "scratch": 2}  # of randomness
+HEAD = ("head.weight", "head.bias")
 MEASURED = 256  # target inputs in the Fisher information
 MAX_EXACT_CLASSES = 20  # their cost grows with the classes: beyond, labels are sampled
 PRIOR_STD = 0.1
@@ -54,10 +49,8 @@ class Stages:
         fine_tune_epochs: Epochs on the target, from the pretrained weights or from scratch. An
             epoch goes once through the unlabelled inputs, or the labelled ones if they are more,
             with any method, so that all take the same number of steps.
-        fine_tune: ``"full"``, ``"linear"`` (the head on frozen features) or ``"layerwise"``.
         learning_rate: Of Adam while pretraining and from scratch.
         fine_tune_learning_rate: While fine-tuning; the same where ``None``.
-        weight_decay: Of Adam.
 
     Raises:
         ValueError: If a number is out of range.
@@ -66,10 +59,8 @@ class Stages:
 
     pretrain_epochs: int = 5
     fine_tune_epochs: int = 20
-    fine_tune: module.FineTune = "full"
     learning_rate: float = 1e-3
     fine_tune_learning_rate: float | None = None
-    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         check_counts(pretrain_epochs=self.pretrain_epochs, fine_tune_epochs=self.fine_tune_epochs)
@@ -77,8 +68,6 @@ class Stages:
             learning_rate=self.learning_rate,
             fine_tune_learning_rate=self.fine_tune_learning_rate,
         )
-        check_not_negative(weight_decay=self.weight_decay)
-        module.check_fine_tune(self.fine_tune)
 
     def epochs(self, stage: Stage) -> int:
         """Return the epochs of a stage; training from scratch has those of fine-tuning."""
@@ -94,7 +83,7 @@ class Ready(Recipe):
         labels: Numbers of labels; that of ``data`` where ``None``.
         seeds: The seeds.
         accelerator: Where to train.
-        namespace: Whose modules they are.
+        adapt: Ways to adapt.
         methods: The methods; ``["standard"]`` where ``None``.
         stages: How each stage trains.
         weights: Weights of the penalties, where not the usual ones.
@@ -106,14 +95,14 @@ class Ready(Recipe):
 
     def __init__(
         self,
-        backbone: module.Backbone,
+        backbone: Backbone,
         data: TransferDataModule,
         labels: Sequence[int] | None,
         seeds: Sequence[int],
         accelerator: str,
-        namespace: str,
+        adapt: Sequence[Adapt] | str,
         *,
-        methods: Sequence[str] | None,
+        methods: Sequence[str] | str | None,
         stages: Stages | None,
         weights: Mapping[str, float] | None,
     ) -> None:
@@ -123,121 +112,113 @@ class Ready(Recipe):
                 "`starts` takes your own module, data and checkpoints."
             )
         if isinstance(methods, str):
-            raise ValueError(
-                f"`methods` must be a list of methods, got {methods!r}; one alone is [{methods!r}]."
-            )
-        wanted = ["standard"] if methods is None else methods
-        self.methods = [method for method in wanted if method != SCRATCH]
-        sampling.check_different("methods", self.methods)
-        for method in self.methods:
-            module.parse_method(method, argument="methods")
-        rows = data.arguments["labels"]
-        self.given = not isinstance(rows, int)  # the labelled rows
-        if self.given and labels is not None:
-            raise ValueError("`labels` must be left out where `data` names the labelled rows.")
-        self.labels = labels or [len(rows) if self.given else rows]
+            methods = [methods]
+        methods = ["standard"] if methods is None else [*methods]
+        check_different("methods", methods)
+        self.pretrained = {}
+        for method in methods:
+            self.pretrained[method] = "+".join(acting(method, "pretrain")) or "standard"
+        self.labels = labels or [data.arguments["labels"]]
         self.seeds = seeds
-        self.stages = stages or Stages()
-        self.weights = module.all_weights(weights or {})
-        _check_used(weights or {}, self.methods)
-        self.namespace = namespace
         self.accelerator = accelerator
-        self.backbone = backbone
+        self.namespace = DEFAULT
         self.origins = {}
-        self.data = data.settled()
-        self.title = " → ".join(task.name for task in self.data.tasks())
+        self.backbone = backbone
+        self.stages = stages or Stages()
+        self.weights = all_weights(weights or {})
+        tasks = data.tasks()
+        self.title = " → ".join(task.name for task in tasks.values())
+        self.data = data.replaced(**tasks)  # read once, and good for other processes
         for count in self.labels:
-            split = self._data(count, seeds[0])
-        with sampling.generators_kept():
-            module.make_backbone(backbone, split.image_shape, argument="model")
+            split = self._split(count, seeds[0])
+        self.classes = {"pretrain": split.source_classes, "fine_tune": split.target_classes}
+        self.sizes: Values = {
+            "image_shape": split.image_shape,
+            "num_unlabeled": len(split.unlabeled),
+            "num_indices": split.num_indices,
+        }
+        self.starts = {
+            name: Start(partial(self._module, name), {}, fresh=HEAD) for name in (SCRATCH, *methods)
+        }
+        with generators_kept():
+            self.take_ways(adapt)
         self.configuration = {
             "version": VERSION,
-            "backbone": module.backbone_name(backbone, argument="model"),
+            "backbone": getattr(backbone, "__qualname__", str(backbone)),
             "data": self.data.describe(),
             "stages": asdict(self.stages),
             "weights": self.weights,
         }
 
-    def trials(self, root: Path, log: RunLog) -> list[Trial]:
-        """Return the trainings of each seed, pretraining first; methods that pretrain alike share one."""
-        cells: list[tuple[Stage, str, int]] = []
-        cells += [("pretrain", method, max(self.labels)) for method in self.methods]
-        cells += [("scratch", SCRATCH, count) for count in self.labels]
-        cells += [("fine_tune", method, n) for n, method in product(self.labels, self.methods)]
-        found: dict[str, Trial] = {}
-        for seed, (stage, method, count) in product(self.seeds, cells):
-            start = "+".join(module.acting(method, "pretrain")) or "standard"
-            pretraining = f"pretrain-{start}-seed{seed}"
-            name = pretraining if stage == "pretrain" else f"{method}-{count}-seed{seed}"
-            found[name] = Trial(
-                self,
-                root,
-                log,
-                name=name,
-                stage=stage,
-                method=method,
-                labels=count,
-                seed=seed,
-                start=SCRATCH if stage == "scratch" else start,
-                way=self.stages.fine_tune if stage == "fine_tune" else "full",
-                needs=found[pretraining] if stage == "fine_tune" else None,
-            )
-        return [*found.values()]
+    def _split(self, labels: int, seed: int) -> TransferDataModule:
+        data = self.data.replaced(labels=labels, seed=seed)
+        data.setup()
+        return data
+
+    def _module(
+        self,
+        method: str,
+        stage: Stage = "fine_tune",
+        labels: int = 1,
+        seed: int = 0,
+    ) -> TransferClassifier:
+        """The network of a method in a stage; what is fresh in it is the same for all methods and stages."""
+        stages = self.stages
+        rate = stages.fine_tune_learning_rate if stage == "fine_tune" else None
+        if method == SCRATCH:
+            method, rate = "standard", None
+        return TransferClassifier(
+            make_backbone(self.backbone, self.sizes["image_shape"]),
+            self.classes[stage],
+            method=method,
+            stage=stage,
+            weights=self.weights,
+            learning_rate=rate or stages.learning_rate,
+            num_labeled=labels,
+            epochs=stages.epochs(stage),
+            seed=seed,
+            **self.sizes,
+        )
 
     def job(self, trial: Trial) -> Job:
         """Return the network of a stage, with what is known of it before and found after training."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", TaskInfoWarning)  # heard before the first training
-            data = self._data(trial.labels, trial.seed)
-        net = self._module(trial, data, trial.method)
+        stage: Stage = "pretrain" if trial.stage == "pretrain" else "fine_tune"
+        data = self._split(trial.labels, trial.seed).use(stage)
+        make = partial(self._module, trial.start, stage, trial.labels, trial.seed)
+        net = Start(make, trial.needs.weights if trial.needs else {}).module(trial.seed)
         before: Values = {}
         after: After = _scores
-        if trial.stage == "pretrain":
+        kept: Sequence[str] = HEAD
+        if stage == "fine_tune":
+            initial = _plain(Start(make, {}).module(trial.seed))
+            before, after = self._measured(trial, data, net, initial)
+            self.adapted(net, trial.start, trial.way)
+        else:
+            kept = ()  # the head is that of the source
             if "lautum" in net.penalties:
                 net.lautum.fit_inputs(data.unlabeled_dataloader())
-        else:
-            data.use("fine_tune")
-            before, after = self._measured(trial, data, net)
-            net.setup("fit")
-        net.add_noise()
         return Job(
             module=net,
             seeds=(trial.seed, STREAMS[trial.stage]),
             fit={"datamodule": data},
             test={"datamodule": data},
-            options={
-                "max_epochs": self.stages.epochs(trial.stage),
-                "accelerator": self.accelerator,
-            },
-            weights=lambda: _plain(net),
+            options={"max_epochs": self.stages.epochs(stage), "accelerator": self.accelerator},
+            weights=lambda: _plain(net, kept),
             after=after,
             before=before,
-            ours=True,
         )
-
-    def _data(self, labels: int, seed: int) -> TransferDataModule:
-        changes = {} if self.given else {"labels": labels}
-        data = self.data.replaced(seed=seed, **changes)
-        data.setup()
-        return data
 
     def _measured(
         self,
         trial: Trial,
         data: TransferDataModule,
-        net: Any,
+        net: TransferClassifier,
+        initial: Weights,
     ) -> tuple[Values, After]:
-        """Load pretrained weights if there are some; return what is logged before training, and what finds the rest."""
-        initial = start = _plain(net)
-        overlap = None
-        if trial.needs is not None:
-            known = read_tensors(trial.needs.weights, advice=ADVICE)
-            parts = [(name.partition("."), weight) for name, weight in known.items()]
-            body = {name: weight for (part, _, name), weight in parts if part == "backbone"}
-            net.backbone.load_state_dict(body)
-            start = _plain(net)
-            overlap = _overlap(data, net.backbone, trial.seed)
+        """What is logged before training, and what finds the rest after it."""
+        start = _plain(net)
         measured = self._measure(trial, data, start, information=initial)
+        overlap = None if trial.needs is None else _overlap(data, net.backbone, trial.seed)
         outside = {}
         if overlap is not None:
             outside = dict(zip(overlap["layers"], overlap["outside"], strict=True))
@@ -258,31 +239,6 @@ class Ready(Recipe):
 
         return {"before": measured, "outside_span": outside}, after
 
-    def _module(self, trial: Trial, data: TransferDataModule, method: str) -> Any:
-        """A network whose initial weights depend on the seed alone: those of a pretraining are those of scratch."""
-        stages = self.stages
-        pretraining = trial.stage == "pretrain"
-        sampling.reseed(trial.seed, STREAMS["backbone"])
-        backbone = module.make_backbone(self.backbone, data.image_shape)
-        sampling.reseed(trial.seed, STREAMS["head"])
-        rate = stages.fine_tune_learning_rate if trial.stage == "fine_tune" else None
-        return module.CLASSES[self.namespace](
-            backbone,
-            data.source_classes if pretraining else data.target_classes,
-            data.image_shape,
-            method=method,
-            stage=trial.stage,
-            weights=self.weights,
-            fine_tune=stages.fine_tune,
-            learning_rate=rate or stages.learning_rate,
-            weight_decay=stages.weight_decay,
-            num_labeled=len(data.source if pretraining else data.labeled),
-            num_unlabeled=len(data.unlabeled),
-            num_indices=data.num_indices,
-            epochs=stages.epochs(trial.stage),
-            seed=trial.seed,
-        )
-
     def _measure(
         self,
         trial: Trial,
@@ -296,7 +252,7 @@ class Ready(Recipe):
         :math:`\beta = 1`; see
         :func:`~lightning_taskinfo.functional.information.information_in_weights`.
         """
-        model = self._module(trial, data, "standard")
+        model = self._module(SCRATCH)
         model.load_state_dict(dict(weights))
         count = min(MEASURED, len(data.unlabeled))
         inputs, _ = data.unlabeled.__getitems__(range(count))
@@ -349,16 +305,8 @@ def _scores(test: Row) -> tuple[Values, Values]:
     return {"test": {"accuracy": test["test_accuracy"], "loss": test["test_loss"]}}, {}
 
 
-def _plain(net: Any) -> dict[str, Tensor]:
-    """Weights and buffers of backbone and head, without noise, on the processor."""
+def _plain(net: Any, head: Sequence[str] = HEAD) -> dict[str, Tensor]:
+    """Weights and buffers of the backbone, and of the head, without noise, on the processor."""
     state = plain_state_dict(net)
-    ours = [name for name in state if name.startswith(("backbone.", "head."))]
+    ours = [name for name in state if name.startswith("backbone.") or name in head]
     return {name: state[name].detach().cpu().clone() for name in ours}
-
-
-def _check_used(weights: Mapping[str, float], methods: Sequence[str]) -> None:
-    """Warn of weights that no method has a use for."""
-    used = {name for method in methods for name in module.parse_method(method)}
-    unused = [name for name in weights if name in module.PENALTIES and name not in used]
-    if unused:
-        warn(f"`weights` of {', '.join(unused)} are not used by `methods` {', '.join(methods)}.")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -12,8 +11,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from lightning_taskinfo._lightning import DEFAULT, module_classes
 from lightning_taskinfo._observe import observing, trainable_parameters
-from lightning_taskinfo._ranges import check_positive
-from lightning_taskinfo._warn import reason_of
+from lightning_taskinfo._ranges import check_choice, check_not_negative, check_positive
 from lightning_taskinfo.mixins import (
     InformationMixin,
     LautumMixin,
@@ -34,13 +32,13 @@ from lightning_taskinfo.regularizers import (
     frozen_batchnorm_statistics,
 )
 from lightning_taskinfo.transfer.overlap import device_of
-from lightning_taskinfo.transfer.training import Stage
-from lightning_taskinfo.variational import add_weight_noise
+from lightning_taskinfo.transfer.sampling import check_different
+from lightning_taskinfo.variational import add_weight_noise, noisy_weights
 
 Shape = tuple[int, int, int]
 Backbone: TypeAlias = str | Callable[[Shape], nn.Module]
 """A name in :data:`BACKBONES`, or a function at the top of a module that makes a network for a shape of images."""
-FineTune = Literal["full", "linear", "layerwise"]
+Stage = Literal["pretrain", "fine_tune"]
 PENALTIES: dict[str, tuple[Stage, ...]] = {  # name -> the stages in which it acts
     "temporal_ensembling": ("fine_tune",),
     "mk_mmd": ("pretrain",),
@@ -88,7 +86,10 @@ def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> 
         >>> small_cnn((1, 8, 8))(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 64])
     """
-    channels, height, wide = _at_least(image_shape, 8)
+    channels, height, wide = image_shape
+    if min(height, wide) < 8:
+        rule = "`image_shape` must have a height and width of at least 8"
+        raise ValueError(f"{rule}, got {image_shape}.")
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
         nn.ReLU(),
@@ -102,120 +103,29 @@ def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> 
     )
 
 
-def large_cnn(image_shape: Shape, *, width: int = 128) -> nn.Module:
-    """Nine convolutions with batch normalisation and dropout, the network of Laine and Aila (2017).
-
-    It is the usual one of semi-supervised learning, and of Temporal Ensembling, one of the methods
-    here.
-
-    Args:
-        image_shape: Channels, height and width of an image.
-        width: Channels of the first convolutions, and number of features.
-
-    Example:
-        >>> large_cnn((3, 32, 32), width=4)(torch.zeros(2, 3, 32, 32)).shape
-        torch.Size([2, 4])
-    """
-    channels, *_ = _at_least(image_shape, 20)
-    return nn.Sequential(
-        _convolutions(channels, *[width] * 3, padding=1),
-        nn.Sequential(nn.MaxPool2d(2), nn.Dropout()),
-        _convolutions(width, *[2 * width] * 3, padding=1),
-        nn.Sequential(nn.MaxPool2d(2), nn.Dropout()),
-        _convolutions(2 * width, 4 * width),
-        _convolutions(4 * width, 2 * width, width, kernel=1),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-    )
+BACKBONES: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "small_cnn": small_cnn}
 
 
-def _convolutions(
-    inner: int,
-    *outer: int,
-    kernel: int = 3,
-    padding: int = 0,
-) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for width in outer:
-        layers += [
-            nn.Conv2d(inner, width, kernel, padding=padding),
-            nn.BatchNorm2d(width),
-            nn.LeakyReLU(0.1),
-        ]
-        inner = width
-    return nn.Sequential(*layers)
-
-
-def _at_least(image_shape: Shape, size: int) -> Shape:
-    if min(image_shape[1:]) < size:
-        raise ValueError(
-            f"`image_shape` must have a height and width of at least {size}, got {image_shape}."
-        )
-    return image_shape
-
-
-BACKBONES: dict[str, Callable[..., nn.Module]] = {
-    "mlp": mlp, "small_cnn": small_cnn, "large_cnn": large_cnn,
-}  # fmt: skip
-
-
-def make_backbone(
-    backbone: Backbone,
-    image_shape: Shape,
-    *,
-    argument: str = "backbone",
-) -> nn.Module:
+def make_backbone(backbone: Backbone, image_shape: Shape) -> nn.Module:
     """Return the network of a name or a function for images of a shape.
 
     Raises:
-        ValueError: If the name is unknown, it is a network already, or what came out is no module
-            that takes such images.
+        ValueError: If the name is unknown, it is a network already, or what came out is none.
 
     Example:
         >>> feature_dim(make_backbone("mlp", (1, 8, 8)), (1, 8, 8))
         128
     """
-    if isinstance(backbone, nn.Module):
-        kind = type(backbone).__name__
-        raise ValueError(
-            f"`{argument}` must be a function that makes a network for an image shape, got a {kind}, a network "
-            "already: every seed makes its own."
-        )
-    make = BACKBONES.get(backbone) if isinstance(backbone, str) else backbone
-    if make is None:
-        known = ", ".join(BACKBONES)
-        raise ValueError(f"`{argument}` must be one of {known} or a function, got {backbone!r}.")
-    try:
-        network = make(image_shape)
-        if not isinstance(network, nn.Module):
-            raise ValueError(f"`{argument}` must make an nn.Module, got {type(network).__name__}.")
-        feature_dim(network, image_shape)
-    except ValueError:
-        raise
-    except Exception as error:  # of the user's own function
-        name = getattr(make, "__qualname__", make)
-        raise ValueError(
-            f"`{argument}` must make a network for an image shape, but {name}({tuple(image_shape)}) failed "
-            f"({reason_of(error)})."
-        ) from error
-    return network
-
-
-def backbone_name(backbone: Backbone, *, argument: str = "backbone") -> str:
-    """Return a name by which to know the network again: that of :data:`BACKBONES`, or module and function.
-
-    Raises:
-        ValueError: If it is a function that another process could not import.
-    """
     if isinstance(backbone, str):
-        return backbone
-    name = f"{getattr(backbone, '__module__', '?')}.{getattr(backbone, '__qualname__', '?')}"
-    if "<" in name or "?" in name:
-        raise ValueError(
-            f"`{argument}` must be a name, or a function or class defined at the top of a module, got {backbone!r}: "
-            "other processes import it by its name."
-        )
-    return name
+        check_choice(BACKBONES, backbone=backbone)
+        backbone = BACKBONES[backbone]
+    if isinstance(backbone, nn.Module):
+        rule = "`backbone` must be a function that makes a network, for every seed its own"
+        raise ValueError(f"{rule}, got a {type(backbone).__name__}, a network already.")
+    network = backbone(image_shape)
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"`backbone` must make an nn.Module, got {type(network).__name__}.")
+    return network
 
 
 def feature_dim(backbone: nn.Module, image_shape: Shape) -> int:
@@ -238,12 +148,11 @@ def flat(features: Any) -> Tensor:
     return features.flatten(1)
 
 
-def parse_method(method: str, *, argument: str = "method") -> tuple[str, ...]:
+def parse_method(method: str) -> tuple[str, ...]:
     """Return the penalties of a method, in the order of :data:`PENALTIES`.
 
     Args:
         method: ``"standard"`` for none, or names of :data:`PENALTIES` with ``+`` between them.
-        argument: What the caller calls it, for messages.
 
     Raises:
         ValueError: If a name is unknown or repeated.
@@ -252,22 +161,17 @@ def parse_method(method: str, *, argument: str = "method") -> tuple[str, ...]:
         >>> parse_method("standard"), parse_method("lautum+temporal_ensembling")
         ((), ('temporal_ensembling', 'lautum'))
     """
-    if method in ("standard", "scratch"):
+    if method == "standard":
         return ()
     parts = [part.strip() for part in method.split("+")]
     for part in parts:
-        if part not in PENALTIES:
-            known = ", ".join(["standard", *PENALTIES])
-            raise ValueError(
-                f"`{argument}` must be made of {known}, with '+' between them, got {part!r} in {method!r}."
-            )
-    if len({*parts}) < len(parts):
-        raise ValueError(f"`{argument}` must name each part once, got {method!r}.")
+        check_choice(PENALTIES, method=part)
+    check_different("method", parts)
     return tuple(name for name in PENALTIES if name in parts)
 
 
 def acting(method: str, stage: Stage) -> tuple[str, ...]:
-    """Return the penalties of ``method`` that act in ``stage``; training from scratch has none."""
+    """Return the penalties of ``method`` that act in ``stage``."""
     return tuple(name for name in parse_method(method) if stage in PENALTIES[name])
 
 
@@ -277,13 +181,9 @@ def all_weights(weights: Mapping[str, float]) -> dict[str, float]:
     Raises:
         ValueError: If a name is unknown or a weight negative.
     """
-    for name, weight in weights.items():
-        if name not in WEIGHTS:
-            raise ValueError(f"`weights` must be for {', '.join(WEIGHTS)}, got {name!r}.")
-        if not 0 <= weight < math.inf:
-            raise ValueError(
-                f"`weights` must be finite and not negative, got {weight} for {name!r}."
-            )
+    for name in weights:
+        check_choice(WEIGHTS, weights=name)
+    check_not_negative(**weights)
     return {**WEIGHTS, **weights}
 
 
@@ -309,20 +209,15 @@ class TransferClassifierMixin(
         method: ``"standard"``, or ``"temporal_ensembling"``, ``"mk_mmd"``, ``"lautum"``,
             ``"mutual_information"``, ``"information"``, ``"local_minimum"``, or several with ``+``
             between them. Those that do not act in the stage are left out. In a Trainer of your own,
-            call ``lautum.fit_inputs`` for ``"lautum"`` and :meth:`add_noise` for ``"information"``
-            before ``fit``; :func:`transfer` does.
-        stage: ``"pretrain"``, ``"fine_tune"`` or ``"scratch"``.
+            call ``lautum.fit_inputs`` for ``"lautum"`` before ``fit``; :func:`transfer` does.
+        stage: ``"pretrain"`` or ``"fine_tune"``.
         weights: Weights of the penalties by name, where not those of
             :data:`lightning_taskinfo.transfer.WEIGHTS`.
-        fine_tune: What fine-tuning trains: everything, the head on frozen features, or
-            ``"layerwise"``: the head first, then one more of the backbone's children, from the last
-            to the first, in equal shares of the epochs.
         learning_rate: Learning rate of Adam.
-        weight_decay: Its weight decay; noisy weights' variances have none.
         num_labeled: Labelled training samples of the stage.
         num_unlabeled: Unlabelled inputs of the data, and
         num_indices: one more than the largest index of a target sample, for Temporal Ensembling.
-        epochs: Epochs of the stage, for ramps and layer-wise unfreezing.
+        epochs: Epochs of the stage, for ramps.
         seed: Seed of the penalties' own generators.
 
     Raises:
@@ -343,9 +238,7 @@ class TransferClassifierMixin(
         method: str = "standard",
         stage: Stage = "pretrain",
         weights: Mapping[str, float] | None = None,
-        fine_tune: FineTune = "full",
         learning_rate: float = 1e-3,
-        weight_decay: float = 0.0,
         num_labeled: int = 1,
         num_unlabeled: int = 1,
         num_indices: int = 1,
@@ -355,11 +248,7 @@ class TransferClassifierMixin(
         super().__init__()
         if num_classes < 2:
             raise ValueError(f"`num_classes` must be at least 2, got {num_classes}.")
-        if stage not in ("pretrain", "fine_tune", "scratch"):
-            raise ValueError(
-                f"`stage` must be 'pretrain', 'fine_tune' or 'scratch', got {stage!r}."
-            )
-        check_fine_tune(fine_tune)
+        check_choice(["pretrain", "fine_tune"], stage=stage)
         check_positive(learning_rate=learning_rate)
         if isinstance(backbone, str):
             backbone = make_backbone(backbone, image_shape)
@@ -368,10 +257,7 @@ class TransferClassifierMixin(
         self.head = nn.Linear(width, num_classes)
         self.num_classes = num_classes
         self.stage = stage
-        self.fine_tune = fine_tune
-        self.epochs = epochs
         self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
         self.seed = seed
         self.penalties = acting(method, stage)
         weight = all_weights(weights or {})
@@ -412,9 +298,9 @@ class TransferClassifierMixin(
         """Return the logits, shape ``[N, C]``."""
         return self.head(self.features(x))
 
-    def add_noise(self) -> None:
-        """Make the weights noisy around where they are now, if the method asks for it; before the optimizer is made."""
-        if "information" not in self.penalties:
+    def setup(self, stage: str) -> None:
+        """Make what is trained noisy around where it is now, if the method says so, before the optimizer is made."""
+        if stage != "fit" or "information" not in self.penalties or [*noisy_weights(self)]:
             return
         for seed, part in enumerate((self.backbone, self.head), self.seed):
             if trainable_parameters(part):
@@ -458,72 +344,22 @@ class TransferClassifierMixin(
             )
         return found
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log ``val_loss`` and ``val_accuracy``."""
-        self._evaluate("val", batch)
-
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Log ``test_loss``, ``test_accuracy`` and ``test_squared_error``, that of the probabilities."""
-        self._evaluate("test", batch)
-
-    def _evaluate(self, split: str, batch: Any) -> None:
         x, y = batch
         logits = self(x).float()
         right = logits.argmax(-1) == y
+        off = logits.softmax(-1) - one_hot(y, self.num_classes)
         values = {
-            f"{split}_loss": cross_entropy(logits, y),
-            f"{split}_accuracy": right.float().mean(),
+            "test_loss": cross_entropy(logits, y),
+            "test_accuracy": right.float().mean(),
+            "test_squared_error": off.square().sum(-1).mean(),
         }
-        if split == "test":
-            off = logits.softmax(-1) - one_hot(y, self.num_classes)
-            values["test_squared_error"] = off.square().sum(-1).mean()
-        self.log_dict(values, prog_bar=True, on_epoch=True, batch_size=len(x), sync_dist=True)
+        self.log_dict(values, on_epoch=True, batch_size=len(x), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return Adam over everything that the stage may train."""
-        every = self.fine_tune == "layerwise"  # what is frozen now may not stay so
-        named = chain(self.backbone.named_parameters(), self.head.named_parameters())
-        trained = [(name, weight) for name, weight in named if weight.requires_grad or every]
-        variances = [weight for name, weight in trained if name.endswith("log_variance")]
-        others = [weight for name, weight in trained if not name.endswith("log_variance")]
-        noise: dict[str, Any] = {"params": variances, "weight_decay": 0.0}
-        return torch.optim.Adam(
-            [{"params": others}, noise],
-            lr=self.learning_rate,
-            weight_decay=self.weight_decay,
-        )
-
-    def setup(self, stage: str) -> None:
-        """Freeze what is never trained before the optimizer is made, and before ranks agree on what is."""
-        if stage == "fit" and self.fine_tune == "linear":
-            self.freeze_for(0)
-
-    def on_train_epoch_start(self) -> None:
-        """Freeze what the epoch does not train; frozen layers run in eval mode."""
-        self.freeze_for(self.current_epoch)
-
-    def freeze_for(self, epoch: int) -> None:
-        """Leave trainable what ``fine_tune`` trains in ``epoch``; other stages train everything."""
-        if self.stage != "fine_tune" or self.fine_tune == "full":
-            return
-        children = list(self.backbone.children())
-        layers = [place for place, child in enumerate(children) if [*child.parameters()]]
-        steps = max(1, len(layers))
-        count = 0
-        if self.fine_tune == "layerwise":
-            count = epoch * (steps + 1) // max(1, self.epochs)
-        whole = count >= steps
-        self.backbone.requires_grad_(whole).train(whole)
-        if 0 < count < steps:
-            # Dropout behind a trained layer is on, before it off.
-            for child in children[layers[-count] :]:
-                child.requires_grad_(True).train()
-
-
-def check_fine_tune(fine_tune: str) -> None:
-    """Refuse an unknown way to fine-tune."""
-    if fine_tune not in ("full", "linear", "layerwise"):
-        raise ValueError(f"`fine_tune` must be 'full', 'linear' or 'layerwise', got {fine_tune!r}.")
+        """Return Adam over everything that is trained."""
+        return torch.optim.Adam(trainable_parameters(self).values(), lr=self.learning_rate)
 
 
 CLASSES = module_classes(TransferClassifierMixin, "TransferClassifier")
