@@ -180,7 +180,7 @@ def transfer(
     model: Network | None = None,
     backbone: str = "small_cnn",
     folder: Path = Path("runs/transfer"),
-    logger: LoggerKind = "csv",
+    logger: LoggerKind = "none",
     workers: int | None = None,
     **options: Any,
 ) -> str:

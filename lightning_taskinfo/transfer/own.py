@@ -1,5 +1,6 @@
 """The user's own recipe: their module, from each of their starts, adapted in each way, on a few target labels."""
 
+import json
 import math
 import re
 import time
@@ -10,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -124,11 +124,7 @@ class Own(Recipe):
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
             "data": fingerprint,
             "batch_size": self.target.train.batch_size,
-            "trainer": {
-                option: _plain(value)
-                for option, value in self.options.items()
-                if option != "accelerator"
-            },
+            "trainer": _plain(self.options),
             "metric": logged,
             "mode": mode,
             "certify": bool(certify),
@@ -149,11 +145,12 @@ class Own(Recipe):
                 raise ValueError(f"{rule}, got targets that are none.")
         self.rows = {}
         for seed in self.seeds:
-            rows = chosen_rows(classes, size, self.labels, seed)
-            if self.certify:  # equal shares of classes would be no independent draws
-                rows = np.random.default_rng(seed).permutation(size)
-                check_certified(target, rows, max(self.labels), module)
-            self.rows[seed] = rows
+            # Equal shares of classes would be no independent draws.
+            shared = None if self.certify else classes
+            self.rows[seed] = chosen_rows(shared, size, self.labels, seed)
+            if self.certify:
+                parts = certified_parts(target, self.rows[seed], max(self.labels))
+                check_certified(parts, module)
         return {"training": samples, "samples": size, "test": len(target.test.dataset)}
 
     def job(self, trial: Trial) -> Job:
@@ -183,7 +180,8 @@ class Own(Recipe):
             test = own_error(module, loader) if name is None else {name: test[name]}
             if prior is None:
                 return {"test": test}, {}
-            bounds = certified_bounds(target, rows, trial.labels, module, prior, seed)
+            parts = certified_parts(target, rows, trial.labels)
+            bounds = certified_bounds(parts, module, prior, seed)
             return {"test": test, "certificate": bounds}, {"certified": bounds}
 
         return Job(
@@ -198,16 +196,13 @@ class Own(Recipe):
 
     def _check_range(self, labels: Tensor, module: Any) -> None:
         """Raise a ``ValueError`` for a class that the module has no output for, where that can be seen."""
-        try:
-            with observing(module), torch.no_grad():
-                inputs, _ = read_batch(next(iter(self.target.test)), module)
-                outputs = outputs_of(module, inputs)
-        except Exception:  # what is wrong with it is said when it is trained
+        outputs = reading.seen_outputs(module, next(iter(self.target.test)))
+        if outputs is None or outputs.ndim != 2:
             return
-        classes = outputs.shape[-1]
+        classes = outputs.shape[1]
         negative = (labels < 0) & (labels != IGNORED)
         odd = labels[negative | (labels >= classes)]
-        if outputs.ndim == 2 and len(odd):
+        if len(odd):
             rule = f"classes from 0 to {classes - 1}, the outputs of {type(module).__name__}"
             raise ValueError(f"`data` must have {rule}, got {int(odd[0])}.")
 
@@ -304,13 +299,12 @@ def _read_starts(
     return read
 
 
-def _plain(value: Any) -> Any:
-    """An option of the Trainer in JSON's types, callbacks by what Lightning tells them apart by."""
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    if isinstance(value, str | int | float | None):
-        return value
-    return getattr(value, "state_key", repr(type(value)))
+def _plain(options: Values) -> Values:
+    """Options of the Trainer in JSON's types, callbacks by what Lightning tells them apart by."""
+    names = json.dumps(options, default=lambda one: getattr(one, "state_key", repr(type(one))))
+    found: Values = json.loads(names)
+    del found["accelerator"]
+    return found
 
 
 @torch.no_grad()
@@ -337,7 +331,7 @@ def own_error(
             if truth.is_floating_point():
                 name = "squared error"
                 losses = (outputs.reshape(truth.shape) - truth).square()
-            elif outputs.ndim == truth.ndim + 1 and outputs.ndim > 1:
+            elif outputs.ndim == truth.ndim + 1:
                 name = "error"
                 wrong = outputs.argmax(-1) != truth
                 losses = wrong[truth >= 0]  # -100 marks what does not count
@@ -352,37 +346,27 @@ def own_error(
     return {name: total / count}
 
 
-def _certified_parts(
-    target: Target,
-    rows: Rows,
-    labels: int,
-) -> tuple[Loader, Loader | None]:
-    """Return the samples of a certificate, all of them independent draws.
+def certified_parts(target: Target, rows: Rows, labels: int) -> dict[str, Loader | None]:
+    """Return the samples of a certificate, all of them independent draws, as :func:`certify` calls them.
 
     Args:
-        target: The target data.
+        target: The target data; its test set gives the test-set bound.
         rows: Rows of training samples in random order.
-        labels: How many of them are trained on.
-
-    Returns:
-        Those that are trained on, and certified; and inputs that serve nothing else, if there are
-        enough of them.
+        labels: How many of them are trained on, and certified. Others are inputs that serve nothing
+            else, if there are enough.
     """
     fresh = rows[labels:][:MOST_FRESH]
-    enough = len(fresh) >= FEWEST
-    return target.plain_loader(rows[:labels]), target.plain_loader(fresh) if enough else None
+    return {
+        "data": target.plain_loader(rows[:labels]),
+        "unlabelled": target.plain_loader(fresh) if len(fresh) >= FEWEST else None,
+        "held_out": target.test,
+    }
 
 
-def check_certified(
-    target: Target,
-    rows: Rows,
-    labels: int,
-    model: nn.Module,
-) -> None:
+def check_certified(parts: Mapping[str, Any], model: nn.Module) -> None:
     """Raise a ``ValueError`` where inputs occur twice, so that they cannot serve nothing else."""
-    labelled, unlabelled = _certified_parts(target, rows, labels)
-    used, _ = read_inputs(labelled, model=model)
-    for loader in (target.test, unlabelled):
+    used, _ = read_inputs(parts["data"], model=model)
+    for loader in (parts["held_out"], parts["unlabelled"]):
         if loader is None:
             continue
         inputs, _ = read_inputs(loader, argument="data", model=model)
@@ -390,9 +374,7 @@ def check_certified(
 
 
 def certified_bounds(
-    target: Target,
-    rows: Rows,
-    labels: int,
+    parts: Mapping[str, Any],
     model: nn.Module,
     prior: Prior,
     seed: int,
@@ -400,24 +382,13 @@ def certified_bounds(
     """Return the three bounds on the true error of a trained network, as plain values.
 
     Args:
-        target: The target data; its test set gives the test-set bound.
-        rows: Rows of training samples in random order.
-        labels: How many of them were trained on.
+        parts: See :func:`certified_parts`.
         model: The trained network.
         prior: The prior, taken before training.
         seed: Of all draws.
     """
     reseed(seed, CERTIFIED)
-    labelled, unlabelled = _certified_parts(target, rows, labels)
-    found = certify(
-        model,
-        labelled,
-        prior,
-        unlabelled=unlabelled,
-        held_out=target.test,
-        seed=seed,
-        progress=False,
-    )
+    found = certify(model, prior=prior, seed=seed, progress=False, **parts)
     network = found.network
     assumptions = list(found.assumptions)
     if network is None:

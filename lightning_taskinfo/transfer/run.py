@@ -3,10 +3,8 @@
 import itertools
 import operator
 import os
-import pickle
 import sys
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,10 +16,8 @@ from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
-from lightning_taskinfo._ranges import check_counts, check_not_negative, check_seed
+from lightning_taskinfo._ranges import check_not_negative, check_seed
 from lightning_taskinfo._wandb import PREFIX
-from lightning_taskinfo._warn import first_line
-from lightning_taskinfo.transfer.overlap import onset_of
 from lightning_taskinfo.transfer.own import Own
 from lightning_taskinfo.transfer.ready import Ready, Stages
 from lightning_taskinfo.transfer.ready.module import Backbone
@@ -36,8 +32,6 @@ from lightning_taskinfo.transfer.training import (
     Values,
     check_trainer,
 )
-
-Done = Callable[[Trial, Values], None]
 
 
 def transfer(
@@ -64,7 +58,6 @@ def transfer(
     workers: int | None = 0,
     accelerator: str = "cpu",
     progress: Progress | bool = True,
-    on_done: Done | None = None,
 ) -> TransferReport:
     """Train on a few target labels from every start and from scratch, and report which start helps.
 
@@ -139,7 +132,6 @@ def transfer(
             and to draw a bar where standard error is a terminal or a notebook, and write a line now
             and then elsewhere; or a function, called with the number of finished trainings, their
             total and a label.
-        on_done: Called with each finished training and its result.
 
     Returns:
         The report.
@@ -164,7 +156,7 @@ def transfer(
     if executor is None:  # whose machines may have others
         rule = f"`accelerator` must be one that Lightning finds here, got {accelerator!r}"
         check_trainer(rule, DEFAULT, {"accelerator": accelerator})
-    if folder is None and logger in ("csv", "wandb_offline"):
+    if folder is None and logger == "wandb_offline":
         raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
     own: Values = {"metric": metric, "mode": mode, "trainer": trainer}
     own |= {"batch_size": batch_size, "certify": certify or None}
@@ -184,11 +176,9 @@ def transfer(
     title = name or recipe.title
     with TemporaryDirectory() as temporary:
         root = Path(temporary if folder is None else folder).absolute()  # a worker's is another
-        group = f"{title} {uuid.uuid4().hex[:6]}" if folder is None else group_name(title, folder)
+        group = group_name(title, root)
         log = RunLog(logger, project, group, root / "logs", recipe.namespace)
         trials = recipe.trials(root, log)
-        if workers != 0 and executor is None:
-            _check_travels(trials[0])
         if progress is True:
             lines = [announced(len(trials), recipe.seconds, workers, executor)]
             lines += [f"start {start}: {origin}" for start, origin in recipe.origins.items()]
@@ -196,8 +186,8 @@ def transfer(
         claim_folder(root, recipe.configuration, results=["results/*", "stages/*"])
         recipe.store(root)
         with shown(progress, "transfer", len(trials)) as tell:
-            found = _run(trials, executor, workers, on_done, tell)
-    results = [_result(one, trials, found) for one in trials if one.stage != "pretrain"]
+            found = _run(trials, executor, workers, tell)
+    results = [_result(one, found[one.name]) for one in trials if one.stage != "pretrain"]
     return TransferReport(results, recipe.configuration, title, dict(recipe.origins))
 
 
@@ -248,9 +238,7 @@ def group_name(title: str, folder: str | os.PathLike[str]) -> str:
 def _seeds(given: Any) -> list[int]:
     """The seeds, or as many as asked for."""
     if np.ndim(given) == 0:
-        (count,) = _whole_numbers("seeds", given)
-        check_counts(seeds=count)
-        given = range(count)
+        given = range(*_whole_numbers("seeds", given))
     seeds = _whole_numbers("seeds", given)
     check_not_negative(seeds=min(seeds))
     check_seed(max(seeds))
@@ -268,36 +256,21 @@ def _whole_numbers(argument: str, given: Any) -> list[int]:
     return numbers
 
 
-def _check_travels(trial: Trial) -> None:
-    """Raise a ``ValueError`` for what other processes cannot import, before anything is trained."""
-    try:
-        with open(os.devnull, "wb") as nowhere:  # a large start is not held twice
-            pickle.dump(trial, nowhere)
-    except Exception as error:  # what cannot be pickled says so in many ways
-        raise ValueError(
-            "`workers` must be 0 where `model`, a start, `adapt` or `data` cannot be pickled; functions and "
-            f"classes at the top of a module can ({first_line(error)})."
-        ) from error
-
-
 def _run(
     trials: Sequence[Trial],
     executor: Executor | None,
     workers: int | None,
-    on_done: Done | None,
     tell: Progress,
 ) -> Values:
     """Run what needs nothing first, then what starts from it; checkpoints of a finished one are not needed."""
     named = {trial.name: trial for trial in trials}
     finished = itertools.count(1)
 
-    def done(name: str, result: Values) -> None:
+    def done(name: str, _result: Values) -> None:
         trial = named[name]
         for checkpoint in trial.folder.glob("last.ckpt*"):
             checkpoint.unlink(missing_ok=True)
         tell(next(finished), len(trials), trial.description)
-        if on_done is not None:
-            on_done(trial, result)
 
     for one in trials:  # a pretraining is done again if its weights are gone and still needed
         if one.needs and not one.result.exists() and not one.needs.weights.exists():
@@ -310,20 +283,11 @@ def _run(
     return results
 
 
-def _result(
-    trial: Trial,
-    trials: Sequence[Trial],
-    found: Values,
-) -> Result:
-    """What a training and the pretraining that it needs have found, as it is reported."""
-    own = dict(found[trial.name])
-    own.pop("missed_share", None)
-    if own.get("overlap") is not None:
-        scratch = [one for one in trials if (one.stage, one.seed) == ("scratch", trial.seed)]
-        curve = {one.labels: found[one.name]["missed_share"] for one in scratch}
-        own["overlap"] = {**own["overlap"], "onset": onset_of(own["overlap"], curve)}
+def _result(trial: Trial, found: Values) -> Result:
+    """What a training has found, as it is reported."""
     # Without what was measured beside training: a killed run measures at other steps.
-    own["curves"] = [
-        {key: row[key] for key in row if not key.startswith(f"{PREFIX}/")} for row in own["curves"]
+    curves = [
+        {key: row[key] for key in row if not key.startswith(f"{PREFIX}/")}
+        for row in found["curves"]
     ]
-    return Result(trial.method, trial.labels, trial.seed, **own)
+    return Result(trial.method, trial.labels, trial.seed, **{**found, "curves": curves})

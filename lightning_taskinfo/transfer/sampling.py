@@ -1,6 +1,5 @@
 """The samples of a transfer: the user's target data, which of it is labelled, and an order by seed and epoch."""
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 from lightning_taskinfo._batches import read_batch
 from lightning_taskinfo._files import digest
 from lightning_taskinfo._nested import IGNORED, tensors
-from lightning_taskinfo._random import keep_random_states, own_randomness, seed_everything
+from lightning_taskinfo._random import keep_random_states, seed_everything
 from lightning_taskinfo._ranges import check_counts, check_finite
 from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.data import ArrayData
@@ -109,34 +108,23 @@ def generators_kept() -> Iterator[None]:
 
 @contextmanager
 def seeded(*parts: int) -> Iterator[None]:
-    """Seed the generators of this processor from ``parts``, and put them back afterwards."""
-    seed = stream_seed(*parts)
-    with own_randomness(seed):
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from it
-        random.seed(seed)
+    """Seed the global generators from ``parts``, and put them back afterwards."""
+    with generators_kept():
+        reseed(*parts)
         yield
 
 
-def by_turns(
-    y: Rows,
-    num_classes: int,
-    rng: np.random.Generator,
-) -> Rows:
+def by_turns(y: Rows, rng: np.random.Generator) -> Rows:
     """All rows, shuffled so that every class appears once before any appears twice."""
+    count = y.max() + 1
     shuffled = rng.permutation(len(y))
     classes = y[shuffled]
-    ranks = rng.permutation(num_classes)[classes]
-    order = np.lexsort((ranks, _turn(classes)))
-    return shuffled[order]
-
-
-def _turn(y: Rows) -> Rows:
-    """How many of the same class come before each."""
-    turn = np.empty_like(y)
-    for label in np.unique(y):
-        same = y == label
-        turn[same] = np.arange(same.sum())
-    return turn
+    turns = np.empty_like(y)  # how many of the same class come before each
+    for label in range(count):
+        same = classes == label
+        turns[same] = np.arange(same.sum())
+    ranks = rng.permutation(count)[classes]
+    return shuffled[np.lexsort((ranks, turns))]
 
 
 def check_different(argument: str, values: Sequence[Any]) -> None:
@@ -360,4 +348,4 @@ def chosen_rows(
     if min(counts) < len(classes):
         rule = f"must give every one of the {len(classes)} classes at least one label"
         raise ValueError(f"`labels` {rule}, got {min(counts)}.")
-    return known[by_turns(y, len(classes), np.random.default_rng(seed))]
+    return known[by_turns(y, np.random.default_rng(seed))]

@@ -144,21 +144,19 @@ def _fitted(
         rule = "must hold tensors by name"
         raise ValueError(f"`{argument}` {rule}, got a mapping without or with other things.")
     module = make_module(make)
-    state = module.state_dict()
-    own = {key: tensor for key, tensor in state.items() if isinstance(tensor, Tensor)}
+    shapes = {key: getattr(tensor, "shape", None) for key, tensor in module.state_dict().items()}
     # Of all names that a module inside another may give them, those that suit most.
-    every = []
-    for old, new in product(_prefixes(given), _prefixes(own)):
-        inside = [key for key in given if key.startswith(old)]
-        renamed = {new + key.removeprefix(old): given[key] for key in inside}
-        fitting = [key for key in renamed if key in own and renamed[key].shape == own[key].shape]
-        every.append({key: renamed[key] for key in fitting})
-    weights = {key: weight.detach().cpu().clone() for key, weight in max(every, key=len).items()}
+    weights: dict[str, Tensor] = {}
+    for old, new in product(_prefixes(given), _prefixes(shapes)):
+        renamed = {new + key.removeprefix(old): given[key] for key in given if key.startswith(old)}
+        fitting = {key: x for key, x in renamed.items() if x.shape == shapes.get(key)}
+        weights = max(weights, fitting, key=len)
+    weights = {key: weight.detach().cpu().clone() for key, weight in weights.items()}
     parameters = [key for key, _ in module.named_parameters()]
     fresh = tuple(key for key in parameters if key not in weights)
     if 2 * len(fresh) > len(parameters):
         count = f"{len(parameters) - len(fresh)} of {len(parameters)} parameters"
-        lacking = f"{fresh[0]} {list(own[fresh[0]].shape)}"
+        lacking = f"{fresh[0]} {list(module.get_parameter(fresh[0]).shape)}"
         raise ValueError(
             f"`{argument}` must fit `model` but for its head, got weights for {count}, none for {lacking}."
         )
@@ -224,15 +222,22 @@ def last_layer(module: Any, batch: Any) -> tuple[str, ...]:
     def note(layer: nn.Module, _inputs: Any, _output: Any) -> None:
         found[:] = [layer]
 
-    with ExitStack() as hooks, observing(module), torch.no_grad():
+    with ExitStack() as hooks:
         for layer in weighted:
             hooks.enter_context(layer.register_forward_hook(note))
-        try:
-            inputs, _ = read_batch(batch, module)
-            outputs_of(module, inputs)
-        except Exception:  # what is wrong with it is said when it is trained
+        if seen_outputs(module, batch) is None:
             found = weighted[-1:]
     return tuple(names[parameter] for layer in found for parameter in layer.parameters())
+
+
+def seen_outputs(module: Any, batch: Any) -> Tensor | None:
+    """Return a module's outputs for a batch, where it can be called; what is wrong is said when it is trained."""
+    with observing(module), torch.no_grad():
+        try:
+            inputs, _ = read_batch(batch, module)
+            return outputs_of(module, inputs)
+        except Exception:  # of the user's own module
+            return None
 
 
 def _freeze_up_to(module: nn.Module, layer: str) -> None:

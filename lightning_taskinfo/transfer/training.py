@@ -1,6 +1,5 @@
 """One training of a transfer: any process can run it, or go on where another was killed, with the same numbers."""
 
-import csv
 import hashlib
 import logging
 import signal
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -20,15 +19,15 @@ from torch import Tensor, nn
 from lightning_taskinfo import _files
 from lightning_taskinfo._lightning import DEFAULT, NAMESPACES, Callback, LightningModule, Trainer
 from lightning_taskinfo._observe import trainable_parameters
-from lightning_taskinfo._wandb import PREFIX, ours
+from lightning_taskinfo._ranges import check_choice
+from lightning_taskinfo._wandb import ours
 from lightning_taskinfo._warn import first_line
-from lightning_taskinfo.callbacks.report import summary
 from lightning_taskinfo.regularizers import Regularizer
 from lightning_taskinfo.transfer.sampling import check_different, generators_kept, reseed
 from lightning_taskinfo.transfer.starts import Adapt, Start, adapted, way_name
 
 Stage = Literal["pretrain", "scratch", "fine_tune"]
-LoggerKind = Literal["none", "csv", "wandb", "wandb_offline"]
+LoggerKind = Literal["none", "wandb", "wandb_offline"]
 Row = dict[str, float]
 Values = dict[str, Any]
 After = Callable[[Row], tuple[Values, Values]]
@@ -164,8 +163,8 @@ class RunLog:
     """Which logger the runs of an experiment have.
 
     Args:
-        kind: ``"none"``; ``"csv"`` for a table of each run's epochs; ``"wandb"`` or
-            ``"wandb_offline"`` for a run of Weights & Biases each, all in one group.
+        kind: ``"none"``; ``"wandb"`` or ``"wandb_offline"`` for a run of Weights & Biases each, all
+            in one group.
         project: Project in Weights & Biases.
         group: Group of the experiment there.
         folder: Where files go.
@@ -182,9 +181,7 @@ class RunLog:
     namespace: str = DEFAULT
 
     def __post_init__(self) -> None:
-        kinds = get_args(LoggerKind)
-        if self.kind not in kinds:
-            raise ValueError(f"`logger` must be one of {', '.join(kinds)}, got {self.kind!r}.")
+        check_choice(get_args(LoggerKind), logger=self.kind)
 
     @contextmanager
     def run(self, name: str, settings: Values) -> Iterator[Any]:
@@ -194,7 +191,7 @@ class RunLog:
             name: Name of the run; the same when a killed one is continued.
             settings: What it is run with.
         """
-        if not self.kind.startswith("wandb"):
+        if self.kind == "none":
             yield None
             return
         import wandb
@@ -215,7 +212,6 @@ class RunLog:
         )
         run.define_metric("trainer/global_step")  # as Lightning does
         run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
-        run.define_metric(ours("pretrain/*"), step_metric=ours("pretrain/epoch"))
         logger = NAMESPACES[self.namespace].loggers.WandbLogger(
             name=name, save_dir=self.folder, project=self.project, experiment=run
         )
@@ -223,19 +219,6 @@ class RunLog:
             yield logger
         finally:
             run.finish()
-
-    def end(self, name: str, logger: Any, curve: Sequence[Row]) -> None:
-        """Put first, last, smallest and largest value of the epochs into the run's summary, or all into a csv file."""
-        columns = dict.fromkeys(chain.from_iterable(curve))
-        if logger is not None:
-            found = summary(curve, columns.keys() - {"epoch"})
-            logger.experiment.summary.update({ours(key): value for key, value in found.items()})
-        if self.kind == "csv" and curve:
-            path = _files.make_folder(self.folder) / f"{name}.csv"
-            with _files.atomic_write(path, "w") as file:
-                writer = csv.DictWriter(file, [*columns], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(curve)
 
 
 def log_numbers(
@@ -329,22 +312,18 @@ class Trial:
         were.
         """
         begun = time.perf_counter()
-        log = RunLog() if self.stage == "pretrain" else self.log
         settings = {name: getattr(self, name) for name in ("method", "labels", "seed", "start")}
         earlier: Values = {"curves": [], "seconds": {}}
         if self.needs:
             earlier = _files.read_result(self.needs.result)
         with generators_kept():
             job = self.recipe.job(self)
-            with log.run(self.name, {**settings, "adapt": self.way}) as logger:
-                for row in earlier["curves"]:  # each that needs a pretraining logs its epochs
-                    plain = {key.removeprefix(f"{PREFIX}/"): row[key] for key in row}
-                    log_numbers(logger, {"pretrain": plain})
+            with self.log.run(self.name, {**settings, "adapt": self.way}) as logger:
                 log_numbers(logger, job.before, step=0)
                 curve, test = fit_stage(job, self.folder, self.recipe.namespace, logger)
                 found, logged = job.after(test)
-                log_numbers(logger, {"target": found["test"], **logged})
-                log.end(self.name, logger, curve)
+                tested = "source" if self.stage == "pretrain" else "target"
+                log_numbers(logger, {tested: found["test"], **logged})
             _files.write_tensors(self.weights, job.weights())
         epochs = [{"stage": self.stage, **row} for row in curve]
         return {

@@ -39,11 +39,10 @@ def test_an_experiment_in_weights_and_biases(pair, tmp_path, capsys):
     assert report.methods == ["scratch", "lautum"]
     assert (out / "report" / "report.md").exists()
     runs = sorted((out / "logs" / "wandb").glob("offline-run-*"))
-    assert len(runs) == 3
+    assert len(runs) == 4
     shown = [inspect(run) for run in runs]
     (tuned,) = (text for text in shown if '"lautum-full-9-seed0"' in text)
     for key in (
-        "taskinfo/pretrain/train_loss",
         '"train_loss"',
         "taskinfo/before/information/total",
         "taskinfo/added/total",
@@ -55,7 +54,7 @@ def test_an_experiment_in_weights_and_biases(pair, tmp_path, capsys):
             "source → target (out)" in text or "source \\u2192 target (out)" in text
             for text in shown
         )
-        == 3
+        == 4
     )
 
 

@@ -17,6 +17,7 @@ from lightning_taskinfo.mixins import MutualInformationMixin
 from lightning_taskinfo.regularizers import MutualInformation
 from lightning_taskinfo.transfer import TransferReport, transfer
 from lightning_taskinfo.transfer.starts import Start
+from lightning_taskinfo.transfer.training import Trial
 from tests.ranks import forked
 from tests.transfer.own_nets import (
     Deep,
@@ -401,15 +402,17 @@ def test_a_metric_of_every_second_epoch_is_not_lost_when_a_run_goes_on(tmp_path,
     assert run(tmp_path, **options).same_as(whole)
 
 
-def test_runs_do_not_carry_the_weights_of_starts(tmp_path):
+def test_runs_do_not_carry_the_weights_of_starts(tmp_path, monkeypatch):
     wide = {**pretrained(Net, classes=4), "extra.weight": torch.zeros(10**6)}
     seen = []
-    run(
-        tmp_path,
-        starts={"four": wide},
-        seeds=1,
-        on_done=lambda cell, result: seen.append(len(pickle.dumps(cell))),
-    )
+    trained = Trial.run
+
+    def sized(trial):
+        seen.append(len(pickle.dumps(trial)))
+        return trained(trial)
+
+    monkeypatch.setattr(Trial, "run", sized)
+    run(tmp_path, starts={"four": wide}, seeds=1)
     assert len(seen) == 2
     assert max(seen) < 100_000
     stored = tmp_path / "starts" / "four" / "weights.pt"

@@ -12,20 +12,12 @@ from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_trials
 
 
 def test_transfer_tells_of_every_training_those_from_the_disk_too(tmp_path):
-    told, done = [], []
-    hooks = {
-        "progress": lambda *state: told.append(state),
-        "on_done": lambda *pair: done.append(pair),
-    }
+    told = []
+    options = {"seeds": 1, "stages": STAGES, "folder": tmp_path}
     for _ in range(2):
-        transfer(tiny_net, tiny_data(), seeds=1, stages=STAGES, folder=tmp_path, **hooks)
+        transfer(tiny_net, tiny_data(), progress=lambda *state: told.append(state), **options)
     assert [state[:2] for state in told] == [(1, 3), (2, 3), (3, 3)] * 2
     assert told[2][2] == "standard, 9 labels, seed 0"
-    assert [(cell.name, result) for cell, result in done[:3]] == [
-        (cell.name, result) for cell, result in done[3:]
-    ]
-    assert done[2][0].stage == "fine_tune"
-    assert 0 <= done[2][1]["test"]["accuracy"] <= 1
 
 
 def test_a_cell_in_words(tmp_path):

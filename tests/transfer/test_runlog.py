@@ -35,6 +35,6 @@ def test_what_is_no_number_is_not_logged():
 
 def test_unknown_kind():
     with pytest.raises(
-        ValueError, match="`logger` must be one of none, csv, wandb, wandb_offline, got 'paper'"
+        ValueError, match="`logger` must be one of none, wandb, wandb_offline, got 'paper'"
     ):
         RunLog("paper")

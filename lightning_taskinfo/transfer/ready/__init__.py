@@ -226,11 +226,7 @@ class Ready(Recipe):
         def after(test: Row) -> tuple[Values, Values]:
             found = self._measure(trial, data, _plain(net), information=initial, added=start)
             added = found.pop("added")
-            y: Any = data.target_test.y
-            shares = y.bincount(minlength=data.target_classes) / len(y)
-            variance = float(1 - shares.square().sum())  # of the labels
             result, _ = _scores(test)
-            result["missed_share"] = test["test_squared_error"] / variance
             for name in ("information", "fisher_trace"):
                 result[name] = {"before": measured[name], "after": found[name]}
             result["information"]["added"] = added

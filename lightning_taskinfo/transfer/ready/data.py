@@ -133,10 +133,6 @@ class TransferDataModule(LightningDataModule):
         """Return source and target as they are, before they are split."""
         return {name: as_task(name, self.arguments[name]) for name in TASKS}
 
-    def prepare_data(self) -> None:
-        """Load named data once, so that it is in the cache before other processes ask for it."""
-        self.tasks()
-
     def setup(self, stage: str | None = None) -> None:
         """Load and split, once."""
         if self._ready:
@@ -185,15 +181,12 @@ class TransferDataModule(LightningDataModule):
         """Return what decides the data but for seed and number of labels, in JSON-like values; arrays as a digest."""
         used = dict(self.arguments)
         del used["seed"], used["labels"]
+        arrays = {"unlabeled": used.pop("unlabeled")}
         for name, task in self.tasks().items():
-            used[name] = {
-                "name": task.name,
-                "classes": task.num_classes,
-                "sha256": _digest({key: getattr(task, key) for key in KEYS}),
-            }
-        if used["unlabeled"] is not None:
-            used["unlabeled"] = _digest({"images": used["unlabeled"]})
-        return used
+            used[name] = f"{task.name}, {task.num_classes} classes"
+            arrays |= {f"{name}.{key}": getattr(task, key) for key in KEYS}
+        known = [(name, torch.from_numpy(x)) for name, x in arrays.items() if x is not None]
+        return {**used, "sha256": digest(known)}
 
     def use(self, stage: Stage) -> "TransferDataModule":
         """Choose the loaders: ``"pretrain"`` or ``"fine_tune"``."""
@@ -258,10 +251,6 @@ def as_task(argument: str, what: Any) -> ArrayData:
         rule = "must be an ArrayData, a name or an npz file"
         raise TypeError(f"`{argument}` {rule}, got {type(what).__name__}.")
     return what
-
-
-def _digest(arrays: dict[str, Any]) -> str:
-    return digest((name, torch.from_numpy(array)) for name, array in arrays.items())
 
 
 def fit_images(x: Tensor, shape: Shape) -> Tensor:
