@@ -97,9 +97,6 @@ class Own(Recipe):
         batch_size: int | None,
         certify: bool | None,
     ) -> None:
-        if isinstance(make, nn.Module) or not callable(make):
-            rule = "the class of your LightningModule, or a function that makes it, beside `starts`"
-            raise TypeError(f"`model` must be {rule}, got a {type(make).__name__}.")
         if metric is not None:
             is_higher_better(metric, mode)
         elif mode is not None:

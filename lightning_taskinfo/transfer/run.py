@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
+from torch import nn
 
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT
@@ -153,6 +154,9 @@ def transfer(
         report = transfer("small_cnn", data, methods=["standard", "lautum"], seeds=3, folder="runs/ready")
     """
     check_executor(executor, workers)
+    if isinstance(model, nn.Module):
+        rule = "`model` must be a class or a function that makes a network, for every seed its own"
+        raise TypeError(f"{rule}, got a {type(model).__name__}, a network already.")
     if executor is None:  # whose machines may have others
         rule = f"`accelerator` must be one that Lightning finds here, got {accelerator!r}"
         check_trainer(rule, DEFAULT, {"accelerator": accelerator})

@@ -535,11 +535,11 @@ BAD = {
     "a way twice": ({"adapt": ["full", "full"]}, "`adapt` must not repeat a value"),
     "a module in place of its class": (
         {"make": Net()},
-        "`model` must be the class of your LightningModule, or a function .*got a Net",
+        "`model` must be a class or a function .*got a Net, a network already",
     ),
     "a name in place of a class": (
         {"make": "small_cnn"},
-        "`model` must be the class .*beside `starts`, got a str",
+        "`model` must make a network, .*'str' object is not callable",
     ),
     "no module": ({"make": lambda: torch.nn.Linear(1, 1)}, "`model` must make a LightningModule"),
     "a failing module": (

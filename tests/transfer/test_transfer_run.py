@@ -305,10 +305,6 @@ def test_a_saved_report_is_the_same(reference, tmp_path):
             {"methods": ["lautum+lautum"]},
             "`method` must not repeat a value, got .'lautum', 'lautum'",
         ),
-        (
-            {"model": tiny_net((1, 8, 8))},
-            "`backbone` must be a function .* got a Sequential, a network already",
-        ),
         ({"methods": ["standard", "scratch"]}, "`method` must be one of .* got 'scratch'"),
         ({"adapt": ["linaer"]}, "`adapt` must be .*'linaer'"),
         ({"certify": True}, "`certify` must be left out without `starts`, got True"),
@@ -336,6 +332,11 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, options, mess
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_network_in_place_of_its_function_is_refused():
+    with pytest.raises(TypeError, match=r"`model` must be a class .* got a Sequential"):
+        run(model=tiny_net((1, 8, 8)))
 
 
 @pytest.mark.parametrize("number", [np.int64(2), torch.tensor(2)])

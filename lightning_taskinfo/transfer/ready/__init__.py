@@ -3,6 +3,7 @@
 ``module.py`` has the networks and the methods, ``data.py`` source and target.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch import Generator, Tensor
 
 from lightning_taskinfo._lightning import DEFAULT
+from lightning_taskinfo._observe import layer_of
 from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
@@ -34,7 +36,6 @@ VERSION = 4  # of the files in a folder: raise it when the same configuration gi
 STREAMS = {"pretrain": 0, "fine_tune": 1, "scratch": 2}  # of randomness
 HEAD = ("head.weight", "head.bias")
 MEASURED = 256  # target inputs in the Fisher information
-MAX_EXACT_CLASSES = 20  # their cost grows with the classes: beyond, labels are sampled
 PRIOR_STD = 0.1
 FEWEST = 20  # labels for five folds
 Weights = Mapping[str, Tensor]
@@ -217,14 +218,14 @@ class Ready(Recipe):
     ) -> tuple[Values, After]:
         """What is logged before training, and what finds the rest after it."""
         start = _plain(net)
-        measured = self._measure(trial, data, start, information=initial)
+        measured = self._measure(data, start, information=initial)
         overlap = None if trial.needs is None else _overlap(data, net.backbone, trial.seed)
         outside = {}
         if overlap is not None:
             outside = dict(zip(overlap["layers"], overlap["outside"], strict=True))
 
         def after(test: Row) -> tuple[Values, Values]:
-            found = self._measure(trial, data, _plain(net), information=initial, added=start)
+            found = self._measure(data, _plain(net), information=initial, added=start)
             added = found.pop("added")
             result, _ = _scores(test)
             for name in ("information", "fisher_trace"):
@@ -237,7 +238,6 @@ class Ready(Recipe):
 
     def _measure(
         self,
-        trial: Trial,
         data: TransferDataModule,
         weights: Weights,
         **origins: Weights,
@@ -252,12 +252,7 @@ class Ready(Recipe):
         model.load_state_dict(dict(weights))
         count = min(MEASURED, len(data.unlabeled))
         inputs, _ = data.unlabeled.__getitems__(range(count))
-        fisher = fisher_diagonal(
-            model.eval(),
-            inputs,
-            labels="exact" if data.target_classes <= MAX_EXACT_CLASSES else "sampled",
-            generator=Generator(inputs.device).manual_seed(trial.seed),
-        )
+        fisher = fisher_diagonal(model.eval(), inputs, labels="exact")
         n = len(data.labeled)
         found = {"fisher_trace": _by_layer({name: f.double().sum() for name, f in fisher.items()})}
         for origin, w0 in origins.items():
@@ -271,11 +266,10 @@ class Ready(Recipe):
 
 def _by_layer(values: Mapping[str, Tensor]) -> Values:
     """``{"total": value, "layers": {name: value}}`` of values by parameter."""
-    layers: dict[str, float] = {}
+    layers = defaultdict[str, float](float)
     for name, value in values.items():
-        layer = name.rpartition(".")[0] or name
-        layers[layer] = layers.get(layer, 0.0) + float(value)
-    return {"total": sum(layers.values()), "layers": layers}
+        layers[layer_of(name) or name] += float(value)
+    return {"total": sum(layers.values()), "layers": dict(layers)}
 
 
 def _overlap(data: TransferDataModule, backbone: Any, seed: int) -> Values | None:

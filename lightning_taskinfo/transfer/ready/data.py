@@ -220,13 +220,12 @@ class TransferDataModule(LightningDataModule):
         return parts | {f"{name}_index": index for name, (_, index) in batch.items()}
 
     def _loader(self, samples: ImageSamples, number: int) -> Loader:
-        epoch = getattr(self.trainer, "current_epoch", 0)  # not 0 in a run that is resumed
         ranks = getattr(self.trainer, "world_size", 1)
         seed = 2 * self.seed + number
         return DataLoader(
             samples,
             self.batch_size,
-            sampler=EpochSampler(len(samples), seed=seed, epoch=epoch),
+            sampler=EpochSampler(len(samples), seed=seed),
             collate_fn=whole_batch,
             # A batch of one sample has no covariance; but a rank whose share fills no batch must
             # have one.

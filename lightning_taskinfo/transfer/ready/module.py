@@ -110,7 +110,7 @@ def make_backbone(backbone: Backbone, image_shape: Shape) -> nn.Module:
     """Return the network of a name or a function for images of a shape.
 
     Raises:
-        ValueError: If the name is unknown, it is a network already, or what came out is none.
+        ValueError: If the name is unknown, or what came out is no network.
 
     Example:
         >>> feature_dim(make_backbone("mlp", (1, 8, 8)), (1, 8, 8))
@@ -119,9 +119,6 @@ def make_backbone(backbone: Backbone, image_shape: Shape) -> nn.Module:
     if isinstance(backbone, str):
         check_choice(BACKBONES, backbone=backbone)
         backbone = BACKBONES[backbone]
-    if isinstance(backbone, nn.Module):
-        rule = "`backbone` must be a function that makes a network, for every seed its own"
-        raise ValueError(f"{rule}, got a {type(backbone).__name__}, a network already.")
     network = backbone(image_shape)
     if not isinstance(network, nn.Module):
         raise ValueError(f"`backbone` must make an nn.Module, got {type(network).__name__}.")
@@ -284,11 +281,10 @@ class TransferClassifierMixin(
 
     def setup(self, stage: str) -> None:
         """Make what is trained noisy around where it is now, if the method says so, before the optimizer is made."""
-        if stage != "fit" or "information" not in self.penalties or [*noisy_weights(self)]:
+        noisy = [*noisy_weights(self)]
+        if stage != "fit" or "information" not in self.penalties or noisy:
             return
-        for seed, part in enumerate((self.backbone, self.head), self.seed):
-            if trainable_parameters(part):
-                add_weight_noise(part, seed=seed)
+        add_weight_noise(self, seed=self.seed)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the labelled loss with the penalties of the method."""
