@@ -122,7 +122,8 @@ def make_data(settings: Row, data_dir: str | None) -> TransferDataModule:
         others = np.setdiff1d(np.arange(len(x)), rows[30:])
         data.labeled = data.samples(x, y, rows[:30])
         data.held_out = data.samples(x, y, rows[30:])
-        data.unlabeled = data.samples(x, rows=others, most=settings["samples"])
+        others = np.random.default_rng(settings["seed"]).permutation(others)
+        data.unlabeled = data.samples(x, rows=np.sort(others[: settings["samples"]]))
     return data
 
 

@@ -189,6 +189,7 @@ class Own(Recipe):
             options={**self.options, "callbacks": deepcopy(self.options["callbacks"])},
             weights=weights,
             after=after,
+            before={},
         )
 
     def _check_range(self, labels: Tensor, module: Any) -> None:

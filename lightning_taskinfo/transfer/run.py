@@ -180,8 +180,7 @@ def transfer(
     title = name or recipe.title
     with TemporaryDirectory() as temporary:
         root = Path(temporary if folder is None else folder).absolute()  # a worker's is another
-        group = group_name(title, root)
-        log = RunLog(logger, project, group, root / "logs", recipe.namespace)
+        log = RunLog(logger, project, group_name(title, root), root / "logs", recipe.namespace)
         trials = recipe.trials(root, log)
         if progress is True:
             lines = [announced(len(trials), recipe.seconds, workers, executor)]

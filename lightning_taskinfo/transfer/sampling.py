@@ -51,19 +51,12 @@ class EpochSampler(Sampler[Draw]):
     Args:
         length: Number of samples.
         seed: Seed of the order.
-        epoch: The first epoch.
     """
 
-    def __init__(
-        self,
-        length: int,
-        *,
-        seed: int,
-        epoch: int = 0,
-    ) -> None:
+    def __init__(self, length: int, *, seed: int) -> None:
         self.length = length
         self.seed = seed
-        self.epoch = epoch
+        self.epoch = 0
         self.passes = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -157,7 +150,9 @@ class Target:
             for loader in (self.train, self.test):
                 targets: list[Any] = []
                 for batch in loader:
-                    digests.append(_checked_digest(batch))
+                    for tensor in tensors(batch):
+                        check_finite("data", tensor)
+                    digests.append(digest(("", tensor) for tensor in tensors(batch)))
                     targets.append(_targets(batch))
                 known = all(part is not None for part in targets)
                 found.append(torch.cat(targets) if known else None)
@@ -180,13 +175,6 @@ class Target:
         """Return a loader of some training samples as they are, in their order."""
         samples = Subset(self.train.dataset, rows.tolist())
         return DataLoader(samples, self.train.batch_size, collate_fn=self.train.collate_fn)
-
-
-def _checked_digest(batch: Any) -> str:
-    """Return a digest of a batch; refuse numbers that are not finite."""
-    for tensor in tensors(batch):
-        check_finite("data", tensor)
-    return digest(("", tensor) for tensor in tensors(batch))
 
 
 def _targets(batch: Any) -> Tensor | None:

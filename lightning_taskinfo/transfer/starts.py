@@ -50,11 +50,6 @@ class Start:
     fresh: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
 
-    @property
-    def head(self) -> tuple[str, ...]:
-        """What has no pretrained weights, or else the last layer."""
-        return self.fresh or self.last
-
     def module(self, seed: int) -> Any:
         """Return the module at its start; what is fresh in it depends on the seed alone."""
         reseed(seed, 3)
@@ -214,18 +209,17 @@ def last_layer(module: Any, batch: Any) -> tuple[str, ...]:
     Where the module cannot be called on the batch, they are those of the layer that was defined last.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
-    layers = [part for part in module.modules() if not [*part.children()]]
-    weighted = [part for part in layers if [*part.parameters()]]
-    found = weighted[-1:]
+    layers = [part for part in module.modules() if not [*part.children()] and [*part.parameters()]]
+    found = layers[-1:]
 
     def note(layer: nn.Module, _inputs: Any, _output: Any) -> None:
         found[:] = [layer]
 
     with ExitStack() as hooks:
-        for layer in weighted:
+        for layer in layers:
             hooks.enter_context(layer.register_forward_hook(note))
         if seen_outputs(module, batch) is None:
-            found = weighted[-1:]
+            found = layers[-1:]
     return tuple(names[parameter] for layer in found for parameter in layer.parameters())
 
 

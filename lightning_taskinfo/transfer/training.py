@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -38,13 +38,6 @@ SILENT = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-NOISE = (
-    ".*does not have many workers.*",
-    ".*LeafSpec.*",
-    ".*No .*dataloader.*",
-    ".*in eval mode.*",
-)
-"""What Lightning warns of that many small trainings need not hear."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ class Job:
     options: Values
     weights: Callable[[], dict[str, Tensor]]
     after: After
-    before: Values = field(default_factory=dict)
+    before: Values
 
 
 class Recipe:
@@ -115,16 +108,19 @@ class Recipe:
                 self.trained[name, way] = [*trainable_parameters(module)]
 
     def adapted(self, module: Any, start: str, way: str) -> Any:
-        """Leave trainable what is trained of a module at its start; all of it from scratch."""
+        """Leave trainable what is trained of a module at its start; all of it from scratch.
+
+        The head is what has no pretrained weights, or else the last layer.
+        """
         if start == SCRATCH:
             return module
-        return adapted(module, self.ways[way], self.starts[start].head)
+        known = self.starts[start]
+        return adapted(module, self.ways[way], known.fresh or known.last)
 
     def trials(self, root: Path, log: "RunLog") -> list["Trial"]:
         """Return all trainings, each after the one that it needs: scratch in full, starts in every way."""
         make = partial(Trial, self, root, log)
-        others = [name for name in self.starts if name != SCRATCH]
-        pairs = [(SCRATCH, "full"), *product(others, self.ways)]
+        pairs = [(SCRATCH, "full"), *self.trained]
         found: dict[str, Trial] = {}
         for seed, labels, (start, way) in product(self.seeds, self.labels, pairs):
             needs = None
@@ -271,9 +267,9 @@ class Trial:
         needs: The pretraining whose weights it starts from.
     """
 
-    recipe: Recipe = field(repr=False)
+    recipe: Recipe
     root: Path
-    log: RunLog = field(repr=False)
+    log: RunLog
     name: str
     stage: Stage
     method: str
@@ -512,10 +508,7 @@ def quiet() -> Iterator[None]:
     names = ("pytorch_lightning", "lightning.pytorch", "lightning.fabric")
     levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
     with warnings.catch_warnings():
-        for message in NOISE:
-            warnings.filterwarnings("ignore", message=message)
-        namespaces = "pytorch_lightning|lightning"
-        warnings.filterwarnings("ignore", category=UserWarning, module=namespaces)
+        warnings.filterwarnings("ignore", module="pytorch_lightning|lightning")
         try:
             for logger in levels:
                 logger.setLevel(logging.WARNING)

@@ -24,7 +24,7 @@ def test_an_epoch_visits_every_sample_once_in_an_order_of_its_own():
 
 
 def test_a_resumed_sampler_continues_with_the_same_order():
-    sampler, resumed = EpochSampler(20, seed=3), EpochSampler(20, seed=3, epoch=2)
+    sampler, resumed = EpochSampler(20, seed=3), EpochSampler(20, seed=3)
     for epoch in range(3):
         sampler.set_epoch(epoch)
         orders = [order(sampler), order(sampler)]
@@ -36,7 +36,9 @@ def test_an_iterator_opened_before_its_epoch_is_set_follows_the_epoch():
     sampler = EpochSampler(20, seed=0)
     early = iter(sampler)
     sampler.set_epoch(5)
-    assert [index for *_, index in early] == order(EpochSampler(20, seed=0, epoch=5))
+    again = EpochSampler(20, seed=0)
+    again.set_epoch(5)
+    assert [index for *_, index in early] == order(again)
 
 
 class Noisy:

@@ -160,13 +160,8 @@ def test_the_description_knows_the_data_by_what_they_hold():
             ValueError,
             "A dataset must be digits or letters .*'nowhere' was not",
         ),
-        (
-            {"source": "tests"},
-            ValueError,
-            "A dataset must be .*'tests' was not found at this path",
-        ),
-        ({"target": 3}, TypeError, "`target` must be an ArrayData, a name, .* got int"),
-        ({"source": ([], [])}, TypeError, "`source` must be an ArrayData, a name, .* got tuple"),
+        ({"target": 3}, TypeError, "`target` must be an ArrayData, or .* got int"),
+        ({"source": ([], [])}, TypeError, "`source` must be an ArrayData, or .* got tuple"),
         (
             {"unlabeled": np.zeros((5, 8, 8))},
             ValueError,

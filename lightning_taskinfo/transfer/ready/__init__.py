@@ -250,8 +250,7 @@ class Ready(Recipe):
         """
         model = self._module(SCRATCH)
         model.load_state_dict(dict(weights))
-        count = min(MEASURED, len(data.unlabeled))
-        inputs, _ = data.unlabeled.__getitems__(range(count))
+        inputs, _ = data.unlabeled.__getitems__(range(len(data.unlabeled))[:MEASURED])
         fisher = fisher_diagonal(model.eval(), inputs, labels="exact")
         n = len(data.labeled)
         found = {"fisher_trace": _by_layer({name: f.double().sum() for name, f in fisher.items()})}

@@ -26,7 +26,6 @@ from lightning_taskinfo.transfer.sampling import (
 )
 
 CHUNK = 4096  # images resized at once
-TASKS = ("source", "target")
 
 
 @dataclass(eq=False)
@@ -68,8 +67,8 @@ class TransferDataModule(LightningDataModule):
     reaches a model knows them. An index names the same sample in both parts of a batch.
 
     Args:
-        source: An :class:`~lightning_taskinfo.data.ArrayData`; or a name as in
-            :func:`~lightning_taskinfo.data.load_task`, or an npz file.
+        source: An :class:`~lightning_taskinfo.data.ArrayData`; or a name or path as in
+            :func:`~lightning_taskinfo.data.load_task`.
         target: The same.
         labels: Number of target labels to train on, in equal shares for the classes.
         unlabeled: Further target inputs without labels, bytes of shape ``[M, C, H, W]``,
@@ -131,7 +130,7 @@ class TransferDataModule(LightningDataModule):
 
     def tasks(self) -> dict[str, ArrayData]:
         """Return source and target as they are, before they are split."""
-        return {name: as_task(name, self.arguments[name]) for name in TASKS}
+        return {name: as_task(name, self.arguments[name]) for name in ("source", "target")}
 
     def setup(self, stage: str | None = None) -> None:
         """Load and split, once."""
@@ -167,11 +166,9 @@ class TransferDataModule(LightningDataModule):
         most: int | None = None,
         first: int = 0,
     ) -> ImageSamples:
-        """Return images of some rows, all by default, in the common shape; each index is the row after ``first``."""
+        """Return images of some rows, or at most so many, in the common shape; indices are counted from ``first``."""
         if rows is None:
-            rows = np.arange(len(x))
-        if most is not None and most < len(rows):
-            shuffled = np.random.default_rng(self.seed).permutation(rows)
+            shuffled = np.random.default_rng(self.seed).permutation(len(x))
             rows = np.sort(shuffled[:most])
         images = fit_images(torch.from_numpy(x[rows]), self.image_shape)
         labels = None if y is None else torch.from_numpy(y[rows])
@@ -238,7 +235,7 @@ def as_task(argument: str, what: Any) -> ArrayData:
 
     Args:
         argument: What the caller calls it, for messages.
-        what: An :class:`ArrayData`; a name, or an npz file.
+        what: An :class:`ArrayData`; or a name or path.
 
     Raises:
         TypeError: If it is none of these.
@@ -247,7 +244,7 @@ def as_task(argument: str, what: Any) -> ArrayData:
     if isinstance(what, str | os.PathLike):
         return load_task(what)
     if not isinstance(what, ArrayData):
-        rule = "must be an ArrayData, a name or an npz file"
+        rule = "must be an ArrayData, or the name or path of one"
         raise TypeError(f"`{argument}` {rule}, got {type(what).__name__}.")
     return what
 

@@ -243,7 +243,7 @@ class TransferClassifierMixin(
         self.penalties = acting(method, stage)
         weight = all_weights(weights or {})
         # Laine and Aila's weight is for each share of labelled samples, ramped up over the stage.
-        share = num_labeled / max(1, num_unlabeled)
+        share = num_labeled / num_unlabeled
         # As many directions of the inputs as four samples each can tell apart.
         directions = min(math.prod(image_shape), 1024, max(1, num_unlabeled // 4))
         of_inputs: dict[str, Any] = {"input_shape": tuple(image_shape), "seed": seed}
