@@ -29,7 +29,6 @@ from lightning_taskinfo.data import load_task
 from lightning_taskinfo.plotting import check_picture
 from lightning_taskinfo.transfer import TransferDataModule, group_name, log_to_wandb, rank_starts
 from lightning_taskinfo.transfer import transfer as run_transfer
-from lightning_taskinfo.transfer.training import LoggerKind
 
 SCRATCH = "scratch"
 
@@ -180,7 +179,6 @@ def transfer(
     model: Network | None = None,
     backbone: str = "small_cnn",
     folder: Path = Path("runs/transfer"),
-    logger: LoggerKind = "none",
     workers: int | None = None,
     **options: Any,
 ) -> str:
@@ -200,7 +198,6 @@ def transfer(
         backbone: Without ``starts``: mlp, small_cnn, or the import path of a function that makes a
             network for an image shape.
         folder: Folder of everything that is written. A run that was killed goes on from it.
-        logger: Where each run logs its metrics.
         workers: Processes that share the work; as many as there are cores where not given, 0 for
             none.
         **options: Arguments of :func:`lightning_taskinfo.transfer`.
@@ -223,12 +220,11 @@ def transfer(
         samples = _source_and_target(data) if isinstance(data, str) else data
     elif isinstance(data, str):
         samples = load_task(data)
-    report = run_transfer(
-        trained, samples, folder=folder, logger=logger, workers=workers, **options
-    )
+    report = run_transfer(trained, samples, folder=folder, workers=workers, **options)
     files = report.save(folder / "report")
     lines = [report.to_terminal(), "", f"Report:      {files['report.md']}"]
-    if logger.startswith("wandb"):
+    logger = options["logger"]
+    if logger != "none":
         project = options["project"]  # not in the call: it would be taken for where options go
         offline = logger == "wandb_offline"
         run = log_to_wandb(

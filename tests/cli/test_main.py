@@ -172,7 +172,7 @@ FUNCTIONS = {  # command -> what it calls; defaults of its own: what a shell kee
         {"mode", "sigma", "theta", "gamma", "generator"},
     ),
     "rank": (rank_starts, {"scratch"}, {"models", "data"}),
-    "transfer": (transfer, {"folder", "logger", "workers", "model", "data"}, {"executor"}),
+    "transfer": (transfer, {"folder", "workers", "model", "data"}, {"executor"}),
 }
 
 

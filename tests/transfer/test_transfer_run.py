@@ -385,6 +385,12 @@ def test_the_initial_weights_depend_on_the_seed_alone(tmp_path):
     assert not torch.equal(starts[0], starts[2])
 
 
+def test_a_seed_decides_the_labelled_samples(tmp_path):
+    cells = [cell for cell in tiny_trials(tmp_path, seeds=(0, 1)) if cell.stage == "scratch"]
+    first, second = (cell.recipe.job(cell).fit["datamodule"].labeled for cell in cells)
+    assert first.index.tolist() != second.index.tolist()
+
+
 def test_the_package_can_be_called_as_its_function():
     from lightning_taskinfo import transfer as package
 
