@@ -76,7 +76,7 @@ EPOCHS = 4
 TRAININGS = 20  # in which steps take turns: one of them says less than a callback costs
 EACH_STEP = {
     "TrainStepNorms()": TrainStepNorms,
-    "TrainStepNorms(norms_every_n_steps=1)": lambda: TrainStepNorms(norms_every_n_steps=1),
+    'TrainStepNorms(rank_by="squared_norm")': lambda: TrainStepNorms(rank_by="squared_norm"),
     "TrainStepNorms(norms=False)": lambda: TrainStepNorms(norms=False),
 }
 DEFAULTS = 1.03  # the ratio that is aimed at

@@ -190,7 +190,7 @@ def run(name: str, share: float, seed: int, folder: Path | None, epochs: tuple[i
     labels, wrong = mislabelled(y, classes, share, seed)
     torch.manual_seed(seed)
     model = Classifier(bert(classes) if name == "sentences" else cnn(x.shape[1:], classes))
-    norms = TrainStepNorms(max_samples=BATCH, norms_every_n_steps=1, every_n_steps=100)
+    norms = TrainStepNorms(max_samples=BATCH, rank_by="squared_norm", every_n_steps=100)
     watch = AtEpochs(norms)
     trainer = pl.Trainer(
         max_epochs=max(epochs),

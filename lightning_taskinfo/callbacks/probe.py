@@ -260,7 +260,7 @@ class Probe(Callback, ABC):
         *_: Any,
     ) -> None:
         # As the training step gets it: one that pops the labels takes them out of its own dict.
-        self._batch = copy.copy(batch) if isinstance(batch, Mapping | list) else batch
+        self._batch = copy.copy(batch) if hasattr(batch, "keys") else batch
         if not self._begun:
             self._begun = True
             self._begin()

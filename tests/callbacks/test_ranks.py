@@ -168,7 +168,7 @@ def test_two_processes_know_all_samples_and_so_does_a_checkpoint(tmp_path):
     """Shuffled, 26 samples in batches of 5: processes repeat samples where they come to an end."""
 
     def run(max_epochs, ckpt_path=None):
-        norms = TrainStepNorms(norms_every_n_steps=1)
+        norms = TrainStepNorms(rank_by="squared_norm")
         checkpoints = ModelCheckpoint(tmp_path, save_last=True)
         loader = DataLoader(digits(26), batch_size=5, shuffle=True)
         arguments = {

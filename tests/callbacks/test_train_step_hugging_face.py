@@ -125,7 +125,7 @@ def looped(module):
 )
 def test_losses_and_norms_are_those_of_a_loop(tmp_path, make, kind):
     torch.manual_seed(0)
-    module, callback = Module(make()), TrainStepNorms(norms_every_n_steps=1)
+    module, callback = Module(make()), TrainStepNorms(rank_by="squared_norm")
     fit(tmp_path, callback, model=module, loader=DataLoader(data(kind), batch_size=4), max_epochs=2)
     losses, norms = looped(module)
     torch.testing.assert_close(callback.samples.loss, losses, rtol=1e-4, atol=1e-5)
@@ -164,7 +164,7 @@ def test_a_language_model_with_a_tied_head_has_means_over_its_tokens(tmp_path):
     module, words = LanguageModel(transformers.GPT2LMHeadModel(config)), samples()[0]
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.0)
     loader = DataLoader([{"input_ids": x, "labels": x} for x in words], batch_size=4)
-    callback = TrainStepNorms(norms_every_n_steps=1)
+    callback = TrainStepNorms(rank_by="squared_norm")
     fit(tmp_path, callback, model=module, loader=loader, max_epochs=1)
     losses = [module.model(input_ids=x[None], labels=x[None]).loss for x in words]
     close = {"rtol": 1e-4, "atol": 1e-5}

@@ -118,18 +118,15 @@ def test_samples_have_the_losses_and_norms_of_a_loop(
     )
 
 
-@pytest.mark.parametrize(("every", "epochs"), [(1, 3), (2, 6)])
-def test_norms_of_some_samples_are_of_others_in_the_next_epoch(tmp_path, every, epochs):
-    callback = TrainStepNorms(max_samples=3, norms_every_n_steps=every)
+def test_norms_of_some_samples_are_of_others_in_the_next_epoch(tmp_path):
+    callback = TrainStepNorms(max_samples=3, rank_by="squared_norm")
     module = Dropping()
-    fit(tmp_path, callback, model=module, loader=loader(shuffle=False), max_epochs=epochs)
+    fit(tmp_path, callback, model=module, loader=loader(shuffle=False), max_epochs=3)
     assert callback.samples.squared_norm.isfinite().all(), "after a few epochs all had their turn"
     read = []
     for step, (numbers, _, norms) in enumerate(module.expected):  # four steps an epoch
-        turn = step // 4 + step % 4
-        first = 3 * (turn // every % 3)
-        if turn % every == 0:
-            read.append((numbers[first : first + 3], None, norms[first : first + 3]))
+        first = 3 * ((step // 4 + step % 4) % 3)
+        read.append((numbers[first : first + 3], None, norms[first : first + 3]))
     torch.testing.assert_close(callback.samples.squared_norm, means(read, 2), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(callback.samples.loss, means(module.expected, 1))
 
@@ -370,7 +367,7 @@ class Rolled(Plain):
 
 @pytest.mark.parametrize("model", [Sorted, Rolled])
 def test_rows_that_are_moved_on_the_way_are_found_again(tmp_path, model):
-    module, callback = model(), TrainStepNorms(norms_every_n_steps=1)
+    module, callback = model(), TrainStepNorms(rank_by="squared_norm")
     fit(tmp_path, callback, model=module, max_epochs=3)
     close = {"rtol": 1e-4, "atol": 1e-5}
     samples = callback.samples
@@ -412,8 +409,8 @@ class Own(Plain):
 def test_a_loss_that_is_not_known_is_refused_or_done_without(tmp_path):
     with pytest.raises(ValueError, match="rank_by='squared_norm'"):
         fit(tmp_path, TrainStepNorms(), model=Own)
-    callback = TrainStepNorms(rank_by="squared_norm", norms_every_n_steps=1)
-    usual = TrainStepNorms(norms_every_n_steps=1)
+    callback = TrainStepNorms(rank_by="squared_norm")
+    usual = TrainStepNorms(rank_by="squared_norm")
     fit(tmp_path, callback, model=Own)
     fit(tmp_path, usual, model=Plain)
     torch.testing.assert_close(
@@ -497,7 +494,7 @@ def test_refuses_by_name_before_the_first_step(tmp_path, model, message):
     "model", [Reused, Recurrent, lambda: torch.compile(Plain(), backend="eager")]
 )
 def test_networks_of_many_kinds_are_read(tmp_path, model):
-    module, callback = model(), TrainStepNorms(norms_every_n_steps=1)
+    module, callback = model(), TrainStepNorms(rank_by="squared_norm")
     fit(tmp_path, callback, model=module)
     expected = means(getattr(module, "_orig_mod", module).expected, 2)
     torch.testing.assert_close(callback.samples.squared_norm, expected, rtol=1e-4, atol=1e-5)
@@ -581,10 +578,10 @@ def test_a_resumed_training_goes_on_with_its_samples(tmp_path):
         trainer.save_checkpoint(tmp_path / "end.ckpt")
         return callback.samples
 
-    whole = run(TrainStepNorms(norms_every_n_steps=1), max_epochs=4)
-    half = run(TrainStepNorms(norms_every_n_steps=1), max_epochs=2)
+    whole = run(TrainStepNorms(rank_by="squared_norm"), max_epochs=4)
+    half = run(TrainStepNorms(rank_by="squared_norm"), max_epochs=2)
     resumed = run(
-        TrainStepNorms(norms_every_n_steps=1), max_epochs=4, ckpt_path=tmp_path / "end.ckpt"
+        TrainStepNorms(rank_by="squared_norm"), max_epochs=4, ckpt_path=tmp_path / "end.ckpt"
     )
     assert half.seen.tolist() == [2] * 32
     assert resumed.seen.tolist() == [4] * 32
@@ -632,7 +629,6 @@ def test_beside_itself_and_another_callback(tmp_path):
         {"loss_reduction": "none"},
         {"top_k": 0},
         {"max_samples": 0},
-        {"norms_every_n_steps": 0},
         {"every_n_steps": 0},
     ],
 )
@@ -688,7 +684,7 @@ def test_norms_of_a_training_of_unknown_length_are_read_where_they_are_logged(tm
     assert callback.samples.seen.tolist() == [4] * 8
     assert [row["step"] for row in callback.history] == [3]
     sums = callback._sums.table
-    assert sums[1].tolist() == [4.0] * 8, "losses of all four steps"
+    assert sums[2].tolist() == [4.0] * 8, "losses of all four steps"
     assert sums[3].tolist() == [1.0] * 8, "norms of the third"
 
 

@@ -1,6 +1,7 @@
 """Sums over the steps of a training beside a dictionary of lists, and the ranking that comes of them."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -21,11 +22,10 @@ def filled(generator):
         rows = torch.randint(1, 4, (8,), generator=generator)
         if step == 5:  # its losses are not known
             rows = torch.zeros(8)
-        shown = (index.tolist(), (loss * rows, rows))
-        if step == 6:
-            sums.add(*shown)
-        else:
-            sums.add(*shown, norm, first=2)
+        shown = loss * rows, rows
+        norms_of_step = torch.full((8,), math.nan)
+        norms_of_step[2:5] = norm
+        sums.add(index.tolist(), partial(tuple, shown), None if step == 6 else norms_of_step)
         for i, n in enumerate(index.tolist()):
             seen[n] = seen.get(n, 0) + 1
             if step != 5 and loss[i].isfinite():
