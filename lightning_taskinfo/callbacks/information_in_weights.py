@@ -18,7 +18,6 @@ from lightning_taskinfo._ranges import check_counts, check_finite_tensors, check
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.probe import Probe, check_choice
 from lightning_taskinfo.callbacks.source import (
-    LossOnTheWay,
     Samples,
     labeled_loader,
     on_every_process,
@@ -207,8 +206,8 @@ class InformationInWeights(CenteredProbe):
     Args:
         prior_std: :math:`\lambda`, the standard deviation of the pre-distribution; or ``"auto"`` for the one of 17
             between 0.001 and 10 with the smallest measured ``c_beta``, which then pays :math:`\log 17` nats for the
-            choice. From one measurement to the next one neighbour is tried, above and below in turn, by the first half
-            of the draws; all of them are spent on the better one.
+            choice. All are tried once, by the first half of the draws, and at every second measurement a neighbour,
+            above and below in turn; all draws are spent on the best one.
         beta: :math:`\beta` beside the **sum** of the loss; 1 is the evidence lower bound. For a weight of the KL beside
             the mean loss, give that times :math:`N`.
         prior_center: Centre :math:`w_0` of the pre-distribution: ``"initial"`` for each weight as it was when it first
@@ -304,13 +303,12 @@ class InformationInWeights(CenteredProbe):
             return _Observed({}, samples.losses(model), squares, moved)
         batch = (model, samples.inputs, samples.targets)
         if self.structure == "diagonal":
-            request: Any = samples.request(LossOnTheWay)
-            diagonal = squared_gradients_by_name(*batch, request)
-            return _Observed(diagonal, torch.cat(request.likelihood.losses), squares, moved)
-        sums = KroneckerSums(model)
-        if samples.counted:
-            sums = kronecker_sums(*batch, samples.request())
-        return _Observed(sums, samples.losses(model), squares, moved)
+            fisher: ParamDict | KroneckerSums = squared_gradients_by_name(*batch, samples.request())
+        elif samples.counted:
+            fisher = kronecker_sums(*batch, samples.request())
+        else:
+            fisher = KroneckerSums(model)
+        return _Observed(fisher, samples.losses(model), squares, moved)
 
     def summarise(self, observed: _Observed, samples: Samples) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
@@ -378,31 +376,27 @@ class InformationInWeights(CenteredProbe):
     def _best_std(self, trials: "_Trials") -> float:
         """Measure the loss under the Gaussian of ``prior_std``, or under the best of the grid, and return its width.
 
-        The whole grid is looked at from coarse to fine. Later a neighbour of the last one is
-        compared with it by the first noise, and the better one measured with all of them.
+        The whole grid is compared by the first noise. Later it is the last one and, every second
+        time, a neighbour. The best one is measured with all noises.
         """
-        noises = range(trials.noises)
         if not isinstance(self.prior_std, str):
-            trials.look([self.prior_std], noises)
-            return self.prior_std
-        last = len(AUTO_STDS) - 1
-        if self._chosen is None:
-            trials.look(AUTO_STDS[::4], noises)
-            for step in (2, 1):
-                best = AUTO_STDS.index(trials.best())
-                places = [place for place in (best - step, best + step) if 0 <= place <= last]
-                trials.look([AUTO_STDS[place] for place in places], noises)
-            std = trials.best()
+            candidates = [self.prior_std]
+        elif self._chosen is None:
+            candidates = [*AUTO_STDS]
         else:
-            if self._chosen == (last if self._direction > 0 else 0):
-                self._direction = -self._direction
-            neighbour = self._chosen + self._direction
-            trials.look([AUTO_STDS[self._chosen], AUTO_STDS[neighbour]], noises[:1])
-            std = trials.best()
-            if std != AUTO_STDS[neighbour]:  # otherwise on in this direction
-                self._direction = -self._direction
-            trials.look([std], noises[1:])
-        self._chosen = AUTO_STDS.index(std)
+            candidates = [AUTO_STDS[self._chosen]]
+            if len(self.history) % 2 == 0:
+                if self._chosen == (len(AUTO_STDS) - 1 if self._direction > 0 else 0):
+                    self._direction = -self._direction
+                candidates.append(AUTO_STDS[self._chosen + self._direction])
+        first, *others = range(trials.noises)
+        trials.look(candidates, [first])
+        std = trials.best()
+        trials.look([std], others)
+        if self.prior_std == "auto":
+            self._chosen = AUTO_STDS.index(std)
+        if len(candidates) == 2 and std == candidates[0]:  # otherwise on in this direction
+            self._direction = -self._direction
         return std
 
     def _label_nats(self, samples: Samples) -> float:

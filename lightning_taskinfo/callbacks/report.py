@@ -43,30 +43,6 @@ def known(history: Sequence[Row], name: str) -> list[tuple[float, int]]:
     return [pair for pair in values if math.isfinite(pair[0])]
 
 
-def thinned(history: Sequence[Row], names: Sequence[str], limit: int) -> list[Row]:
-    """Return about ``limit`` rows of a history, evenly over it, if it has more.
-
-    The first and the last row, and those with the smallest and largest value of each name, are
-    always among them: what :func:`summary` says stays the same.
-
-    Args:
-        history: One row per measurement.
-        names: Whose extremes to keep.
-        limit: Rows to keep beside those, at least 2.
-
-    Example:
-        >>> history = [{"step": step, "a": -abs(step - 3)} for step in range(9)]
-        >>> [row["step"] for row in thinned(history, ["a"], limit=3)]
-        [0, 3, 4, 8]
-    """
-    kept = {*spread(len(history), min(limit, len(history)))}
-    for name in names:
-        values = known(history, name)
-        if values:
-            kept |= {min(values)[1], max(values)[1]}
-    return [history[i] for i in sorted(kept)]
-
-
 def spread(total: int, n: int) -> list[int]:
     """Return ``n`` of ``total`` numbers, evenly from the first to the last.
 
