@@ -3,7 +3,8 @@
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
@@ -13,11 +14,17 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._files import read_checkpoint
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
-from lightning_taskinfo._ranges import check_counts, check_finite_tensors, check_positive
+from lightning_taskinfo._observe import ParamDict, observing
+from lightning_taskinfo._ranges import (
+    check_choice,
+    check_counts,
+    check_finite_tensors,
+    check_positive,
+)
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.callbacks.probe import Probe, check_choice
+from lightning_taskinfo.callbacks.probe import Probe
 from lightning_taskinfo.callbacks.source import (
+    LossOnTheWay,
     Samples,
     labeled_loader,
     on_every_process,
@@ -81,19 +88,21 @@ class CenteredProbe(Probe):
         pl_module: LightningModule,
         optimizer: Any,
     ) -> None:
-        if any(p.requires_grad for p in self._frozen):  # the same objects: this runs at every step
+        # At every step, so the same objects; and without them not even a loop.
+        if self._frozen and any(p.requires_grad for p in self._frozen):
             self._keep(pl_module)
 
-    def _keep(self, model: nn.Module) -> None:
-        """Keep what has become trainable, before an optimizer moves it."""
-        self._frozen = [p for p in model.parameters() if not p.requires_grad]
-        weights = trainable_parameters(model)
-        new = {name: p.detach() for name, p in weights.items() if name not in self.center}
-        if self.prior_center == "zero" or not new:
-            return
-        stored = {} if self.prior_center == "initial" else self._stored(new)
-        for name, w in new.items():
-            self.center[name] = stored.get(name, w).to(w, copy=True)
+    def _keep(self, model: nn.Module) -> ParamDict:
+        """Keep what has become trainable, before an optimizer moves it; return all that is."""
+        every = dict(model.named_parameters())
+        self._frozen = [p for p in every.values() if not p.requires_grad]
+        weights = {name: p.detach() for name, p in every.items() if p.requires_grad}
+        new = {name: w for name, w in weights.items() if name not in self.center}
+        if self.prior_center != "zero" and new:
+            stored = {} if self.prior_center == "initial" else self._stored(new)
+            for name, w in new.items():
+                self.center[name] = stored.get(name, w).to(w, copy=True)
+        return weights
 
     def _stored(self, weights: ParamDict) -> ParamDict:
         """Return the checkpoint's weights; those that it does not have, e.g. of a new head, count from the start."""
@@ -119,10 +128,9 @@ class CenteredProbe(Probe):
 
     def displacement(self, model: nn.Module) -> ParamDict:
         """Return how far each trainable weight is from the centre, in float32 or better."""
-        self._keep(model)
         moved = {}
-        for name, p in trainable_parameters(model).items():
-            w = p.detach().to(torch.promote_types(p.dtype, torch.float32))
+        for name, weight in self._keep(model).items():
+            w = weight.to(torch.promote_types(weight.dtype, torch.float32))
             moved[name] = w - (0 if self.prior_center == "zero" else self.center[name].to(w.device))
         return moved
 
@@ -264,7 +272,7 @@ class InformationInWeights(CenteredProbe):
         if draws < 2 or draws % 2:
             raise ValueError(f"`draws` must be an even number, at least 2, got {draws}.")
         check_counts(num_samples=num_samples)
-        check_choice("structure", structure, "diagonal", "kron")
+        check_choice(["diagonal", "kron"], structure=structure)
         self.prior_std = prior_std
         self.beta = beta
         self.prior_center = checked_center(prior_center)
@@ -303,12 +311,13 @@ class InformationInWeights(CenteredProbe):
             return _Observed({}, samples.losses(model), squares, moved)
         batch = (model, samples.inputs, samples.targets)
         if self.structure == "diagonal":
-            fisher: ParamDict | KroneckerSums = squared_gradients_by_name(*batch, samples.request())
-        elif samples.counted:
-            fisher = kronecker_sums(*batch, samples.request())
-        else:
-            fisher = KroneckerSums(model)
-        return _Observed(fisher, samples.losses(model), squares, moved)
+            request: Any = samples.request(LossOnTheWay)
+            diagonal = squared_gradients_by_name(*batch, request)
+            return _Observed(diagonal, torch.cat(request.likelihood.losses), squares, moved)
+        sums = KroneckerSums(model)
+        if samples.counted:
+            sums = kronecker_sums(*batch, samples.request())
+        return _Observed(sums, samples.losses(model), squares, moved)
 
     def summarise(self, observed: _Observed, samples: Samples) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
@@ -319,10 +328,14 @@ class InformationInWeights(CenteredProbe):
         if observed.moved:
             family = self._family(observed, samples, scale)
             trials = _Trials(observed, family, samples, self._noises, self.draws // 2, loss, scale)
-            std = self._best_std(trials)
-            parts, expected, error = trials.parts[std], *trials.expected(std)
+            candidates = self._candidates()
+            std, parts, losses = trials.best(candidates)
+            expected, error = _mean_and_error(losses)
             if self.prior_std == "auto":
                 choices = len(AUTO_STDS)
+                self._chosen = AUTO_STDS.index(std)
+            if len(candidates) == 2 and std == candidates[0]:  # otherwise on in this direction
+                self._direction = -self._direction
         else:  # without a distance from the centre there is nothing to know: no noise, no nats
             zero = torch.zeros((), dtype=torch.float64, device="cpu")
             parts = {"": InformationTerms(zero, zero, zero, zero, self.beta)}
@@ -373,31 +386,18 @@ class InformationInWeights(CenteredProbe):
         distances = {name: observed.squares[name] for name in curvature}
         return PostFamily(curvature, distances, self.beta, bases)
 
-    def _best_std(self, trials: "_Trials") -> float:
-        """Measure the loss under the Gaussian of ``prior_std``, or under the best of the grid, and return its width.
-
-        The whole grid is compared by the first noise. Later it is the last one and, every second
-        time, a neighbour. The best one is measured with all noises.
-        """
+    def _candidates(self) -> list[float]:
+        """Return the widths to compare: the whole grid first; then the last and, every second time, a neighbour."""
         if not isinstance(self.prior_std, str):
-            candidates = [self.prior_std]
-        elif self._chosen is None:
-            candidates = [*AUTO_STDS]
-        else:
-            candidates = [AUTO_STDS[self._chosen]]
-            if len(self.history) % 2 == 0:
-                if self._chosen == (len(AUTO_STDS) - 1 if self._direction > 0 else 0):
-                    self._direction = -self._direction
-                candidates.append(AUTO_STDS[self._chosen + self._direction])
-        first, *others = range(trials.noises)
-        trials.look(candidates, [first])
-        std = trials.best()
-        trials.look([std], others)
-        if self.prior_std == "auto":
-            self._chosen = AUTO_STDS.index(std)
-        if len(candidates) == 2 and std == candidates[0]:  # otherwise on in this direction
-            self._direction = -self._direction
-        return std
+            return [self.prior_std]
+        if self._chosen is None:
+            return [*AUTO_STDS]
+        candidates = [AUTO_STDS[self._chosen]]
+        if len(self.history) % 2 == 0:
+            if self._chosen == (len(AUTO_STDS) - 1 if self._direction > 0 else 0):
+                self._direction = -self._direction
+            candidates.append(AUTO_STDS[self._chosen + self._direction])
+        return candidates
 
     def _label_nats(self, samples: Samples) -> float:
         """Return what a code for the labels needs without a network; NaN if not class labels."""
@@ -456,8 +456,6 @@ class _Trials:
     Attributes:
         loss: Of the training set, without noise.
         scale: Samples of the training set for each that is measured.
-        losses: Of the training set under each noise, by width.
-        parts: The information in each weight, by width.
     """
 
     observed: _Observed
@@ -467,33 +465,22 @@ class _Trials:
     noises: int
     loss: float
     scale: float
-    losses: dict[float, list[float]] = field(default_factory=dict)
-    parts: dict[float, Parts] = field(default_factory=dict)
 
-    def look(self, stds: Sequence[float], numbers: Iterable[int]) -> None:
-        """Measure Gaussians of some widths with some noises."""
-        new = [std for std in stds if std not in self.parts]
-        if new:
-            self.parts.update(zip(new, self.family.terms(new), strict=True))
-        for number in numbers:
-            for std, loss in zip(stds, self._losses(number, stds), strict=True):
-                self.losses.setdefault(std, []).append(loss)
+    def best(self, stds: Sequence[float]) -> tuple[float, Parts, list[float]]:
+        """Return the width with the shortest code under the first noise, its information and its losses under all.
 
-    def best(self) -> float:
-        """Return the width with the shortest code, the first of equal ones; what could not be measured is the worst."""
-        lengths = {}
-        for std, losses in self.losses.items():
-            length = added(self.parts[std].values()).code_length(fmean(losses)).item()
-            lengths[std] = math.inf if math.isnan(length) else length
-        return min(lengths, key=lengths.__getitem__)
+        The first of equal ones; what could not be measured is the worst.
+        """
+        terms = dict(zip(stds, self.family.terms(stds), strict=True))
+        first = dict(zip(stds, self._losses(0, stds), strict=True))
 
-    def expected(self, std: float) -> tuple[float, float]:
-        """Return the expected loss under a Gaussian, the mean over noises, and its standard error."""
-        losses = self.losses[std]
-        error = math.nan
-        if len(losses) > 1 and all(map(math.isfinite, losses)):
-            error = stdev(losses) / math.sqrt(len(losses))
-        return fmean(losses), error
+        def length(std: float) -> float:
+            nats = added(terms[std].values()).code_length(first[std]).item()
+            return math.inf if math.isnan(nats) else nats
+
+        best = min(stds, key=length)
+        others = [self._losses(number, [best]) for number in range(1, self.noises)]
+        return best, terms[best], [first[best], *chain.from_iterable(others)]
 
     def _losses(self, number: int, stds: Sequence[float]) -> list[float]:
         """Return the loss of the training set under one noise of both signs, for each width.
@@ -521,6 +508,14 @@ class _Trials:
         except Exception:  # e.g. out of memory: then NaN, on all processes
             more = [math.nan] * len(stds)
         return (self.loss + samples.summed(more).cpu() * self.scale).tolist()
+
+
+def _mean_and_error(losses: list[float]) -> tuple[float, float]:
+    """Return the mean over noises, and its standard error."""
+    error = math.nan
+    if len(losses) > 1 and all(map(math.isfinite, losses)):
+        error = stdev(losses) / math.sqrt(len(losses))
+    return fmean(losses), error
 
 
 def _ratio(value: float, whole: float) -> float:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from torch import Generator, Tensor, nn
 
-from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo._ranges import check_choice, check_counts
 from lightning_taskinfo.callbacks.probe import Probe
 from lightning_taskinfo.callbacks.source import Samples
 from lightning_taskinfo.fisher import gradient_gram
@@ -64,10 +64,7 @@ class LocalMinimum(Probe):
         **probe: Any,
     ) -> None:
         super().__init__(max_samples=max_samples, data=data, labels=labels, **probe)
-        if labels == "exact":
-            raise ValueError(
-                "`labels` must be 'empirical' or 'sampled' for a Gram matrix of gradients, got 'exact'."
-            )
+        check_choice(["empirical", "sampled"], labels=labels)
         check_counts(draws=draws, subset_size=subset_size)
         if subset_size is not None and subset_size > max_samples:
             raise ValueError(

@@ -15,7 +15,6 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import ref
@@ -28,6 +27,7 @@ from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._nested import filled_up, size
 from lightning_taskinfo._observe import layer_of, observing, trainable_parameters
 from lightning_taskinfo._ranges import (
+    check_choice,
     check_counts,
     check_finite_tensors,
     check_not_negative,
@@ -116,7 +116,6 @@ class Probe(Callback, ABC):
     default_every_n_epochs: int | None = None
     default_at_start = True
     ylabel = ""
-    runs_the_model = True  # otherwise nothing has to be put back
     split_over_ranks = True  # otherwise every process measures all samples
     needs_plain_weights = False  # without noise of their own
     needs_whole_weights = ""  # what for, if it cannot work with sharded ones
@@ -151,7 +150,7 @@ class Probe(Callback, ABC):
         )
         check_not_negative(max_layers=max_layers)
         check_seed(seed)
-        check_choice("data", data, "train_batch", "train", "val")
+        check_choice(["train_batch", "train", "val"], data=data)
         self._asked = Request(labels, likelihood, mc_samples, forward_fn=forward_fn)
         if every_n_steps is None and every_n_epochs is None:
             every_n_steps, every_n_epochs = self.default_every_n_steps, self.default_every_n_epochs
@@ -171,7 +170,6 @@ class Probe(Callback, ABC):
         self.forward_fn = forward_fn
         self.reader = Reader(batch_fn, forward_fn)
         self.group_fn = group_fn or layer_of
-        self._way = (self.runs_the_model, self.reader, likelihood)
         self.history: list[dict[str, float]] = []
         self._trainer: Any = None  # while it trains
         self._extra = False  # whether the last measurement was made because a fit ended,
@@ -238,9 +236,10 @@ class Probe(Callback, ABC):
                 with resharding(model):
                     tried = checks.try_model(self.state_key, model, inputs, targets, self._asked)
                 self._check_outputs(*tried)
-        # Without this callback where another one calls it.
-        alike = [other for other in trainer.callbacks if getattr(other, "_way", None) == self._way]
-        if [*alike, self][0] is self and not self._sharded:  # once for all of them
+        # Once for all that read batches in this way.
+        comparing = [other for other in trainer.callbacks if getattr(other, "_first_losses", None)]
+        ways = [(other.reader, other.likelihood) for other in comparing]
+        if (self.reader, self.likelihood) not in ways and not self._sharded:
             likelihood = as_likelihood(self.likelihood)
             self._first_losses = checks.first_losses(model, self._batch, self.reader, likelihood)
         if self.at_start and trainer.global_step == 0:
@@ -310,7 +309,7 @@ class Probe(Callback, ABC):
         if self.data != "train_batch" and self._source.pool is None:
             return False
         model = self._trainer.lightning_module
-        with observing(model) if self.runs_the_model else nullcontext():
+        with observing(model):
             values = self._values(model)
         if values is None:
             self._failed(RuntimeError("another process failed"))
@@ -362,8 +361,6 @@ class Probe(Callback, ABC):
         self._warned = True
 
     def _pair(self, model: nn.Module) -> Pair:
-        if not self.runs_the_model:
-            return torch.empty(0, device="cpu"), None
         check_finite(model)
         return self._source.read(self._batch)
 
@@ -469,12 +466,6 @@ def parted(row: Mapping[str, float]) -> tuple[report.Row, report.Row]:
         else:
             totals[name] = value
     return totals, layers
-
-
-def check_choice(argument: str, value: str, *options: str) -> None:
-    """Raise a ``ValueError`` if an argument is none of its options."""
-    if value not in options:
-        raise ValueError(f"`{argument}` must be one of {', '.join(options)}, got {value!r}.")
 
 
 def check_finite(model: nn.Module) -> None:

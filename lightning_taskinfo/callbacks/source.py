@@ -69,9 +69,9 @@ class Samples:
         """What the outputs mean."""
         return as_likelihood(self.asked.likelihood)
 
-    def request(self) -> Request:
+    def request(self, kind: type[NumberedDraws] = NumberedDraws) -> Request:
         """Return what the engine is asked for, with labels that do not depend on how processes share the samples."""
-        draws = NumberedDraws(
+        draws = kind(
             self.likelihood,
             seed=self.seed,
             first=self.first,
@@ -108,6 +108,22 @@ class Samples:
     def summed(self, values: Tensor | list[float]) -> Tensor:
         """Return what all processes' values add up to, in float64; every process has to ask."""
         return summed(self.trainer, values)
+
+
+class LossOnTheWay(NumberedDraws):
+    """Draws of labels that also note the loss of the dataset's labels, from outputs that are there anyway."""
+
+    def __init__(self, likelihood: Likelihood, **numbers: int) -> None:
+        super().__init__(likelihood, **numbers)
+        self.losses = [_unknown(0)]  # of each sample so far, in nats; NaN without targets
+
+    def check(self, outputs: Tensor, targets: Tensor | None) -> None:  # once a chunk
+        """See that outputs and targets fit the likelihood, and note their losses."""
+        super().check(outputs, targets)
+        losses = _unknown(len(outputs))
+        if targets is not None:
+            losses = -self.likelihood.log_prob(outputs.detach(), targets)
+        self.losses.append(losses.double().cpu())
 
 
 def _unknown(samples: int) -> Tensor:

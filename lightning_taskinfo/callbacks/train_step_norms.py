@@ -14,11 +14,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._nested import sample_count
-from lightning_taskinfo._ranges import check_counts
+from lightning_taskinfo._ranges import check_choice, check_counts
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.fisher_trace import by_layer
-from lightning_taskinfo.callbacks.probe import Probe, check_choice
-from lightning_taskinfo.callbacks.source import NotingSampler, Samples, on_every_process, summed
+from lightning_taskinfo.callbacks.probe import Probe
+from lightning_taskinfo.callbacks.source import (
+    NotingSampler,
+    Pair,
+    Samples,
+    on_every_process,
+    summed,
+)
 from lightning_taskinfo.fisher.accumulators import TraceSums
 from lightning_taskinfo.fisher.train_step import StepLosses, StepRecorder, losses_of
 from lightning_taskinfo.plotting import plot_ranking
@@ -237,7 +243,6 @@ class TrainStepNorms(Probe):
 
     default_every_n_steps = 500
     default_at_start = False  # there is no step to read yet
-    runs_the_model = False
     ylabel = "mean squared gradient norm"
 
     def __init__(
@@ -263,8 +268,8 @@ class TrainStepNorms(Probe):
             name=name,
             batch_fn=batch_fn,
         )
-        check_choice("rank_by", rank_by, "loss", "squared_norm")
-        check_choice("loss_reduction", loss_reduction, "mean", "sum")
+        check_choice(["loss", "squared_norm"], rank_by=rank_by)
+        check_choice(["mean", "sum"], loss_reduction=loss_reduction)
         check_counts(top_k=top_k)
         if rank_by == "squared_norm" and not norms:
             raise ValueError(f"`rank_by` must be 'loss' with `norms=False`, got {rank_by!r}.")
@@ -394,9 +399,10 @@ class TrainStepNorms(Probe):
         losses = StepLosses(loss, size, targets)
         self._losses = losses.later()
         is_logged = (self._last_step + 1) % self._logged_every == 0  # after this step
-        if is_logged or self._ranks_norms or self._first_step:
-            self._reads_norms = self.norms and (is_logged or self._ranks_norms)
+        is_turn = self.norms and (is_logged or self._ranks_norms)
+        if is_turn or (self.norms and self._first_step):
             self._listen(losses)
+            self._reads_norms = is_turn
         if self._first_step:
             self._refuse(losses)
             # Reading all other batches like this one saves a tenth of the time.
@@ -405,8 +411,6 @@ class TrainStepNorms(Probe):
 
     def _listen(self, losses: StepLosses) -> None:
         """Read the backward pass that follows."""
-        if not self.norms:
-            return
         # What a sample's part of the backward pass has to be multiplied by to be its own gradient.
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         self._scale = self._trainer.accumulate_grad_batches / (scaler.get_scale() if scaler else 1)
@@ -463,6 +467,9 @@ class TrainStepNorms(Probe):
         super().on_train_batch_end(*step)
 
     # What is logged
+
+    def _pair(self, model: nn.Module) -> Pair:
+        return torch.empty(0, device="cpu"), None  # the model is not run
 
     def observe(self, model: nn.Module, samples: Samples) -> tuple[list[str], list[float]]:
         """Return the names of parameters, and sums over samples: of norms, if this step's were read, and of losses."""

@@ -1,6 +1,5 @@
 """What all probes share: the schedule as the logger saw it, samples and checkpoints."""
 
-import itertools
 import random
 import warnings
 from collections import namedtuple
@@ -27,7 +26,6 @@ from torch.utils.data import (
 
 from lightning_taskinfo._batches import Reader, read_batch
 from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum, TrainStepNorms
-from lightning_taskinfo.callbacks.report import summary
 from lightning_taskinfo.callbacks.source import Source, read_samples
 from tests.callbacks.runs import PROBES, Classifier, Noisy, digits, fit, make_trainer, read_csv
 
