@@ -190,7 +190,7 @@ class Probe(Callback, ABC):
         Args:
             ax: Draw here instead of in a new figure.
         """
-        names = [name for name in self.headline if report.known(self.history, name)]
+        names = [name for name in self.headline if report.is_known(self.history, name)]
         return plot_curves(self.history, names, ylabel=self.ylabel, ax=ax)
 
     # When
@@ -402,7 +402,7 @@ class Probe(Callback, ABC):
     def _report(self) -> None:
         """Give figure, table and summary to the loggers at the end of training."""
         name = self.headline[0]
-        has_points = any(report.known(self.history, name) for name in self.headline)
+        has_points = any(report.is_known(self.history, name) for name in self.headline)
         self._log_rows(name, self.history, self.plot if has_points else None)
         ends = self._logged(report.summary(self.history, self.headline))
         step = self._trainer.global_step

@@ -32,15 +32,14 @@ def summary(history: Sequence[Row], names: Iterable[str]) -> Row:
     return result
 
 
-def known(history: Sequence[Row], name: str) -> list[tuple[float, int]]:
-    """Return the finite values of a name, each with the number of its row.
+def is_known(history: Sequence[Row], name: str) -> bool:
+    """Return whether a name has a finite value in any row.
 
     Example:
-        >>> known([{"a": 2.0}, {"b": 1.0}, {"a": float("nan")}, {"a": 5.0}], "a")
-        [(2.0, 0), (5.0, 3)]
+        >>> is_known([{"a": 2.0}, {"b": float("nan")}], "a"), is_known([{"b": float("nan")}], "b")
+        (True, False)
     """
-    values = [(row.get(name, math.nan), number) for number, row in enumerate(history)]
-    return [pair for pair in values if math.isfinite(pair[0])]
+    return any(math.isfinite(row.get(name, math.nan)) for row in history)
 
 
 def spread(total: int, n: int) -> list[int]:

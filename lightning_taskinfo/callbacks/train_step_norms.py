@@ -151,7 +151,7 @@ class SampleSums:
         missing = int(index.max()) + 1 - self._table.shape[1]
         if missing > 0:
             self._table = torch.nn.functional.pad(self._table, (0, missing))
-        values = torch.full((2, len(index)), math.nan).to(self._table)
+        values = self._table.new_full((2, len(index)), math.nan)
         values[0] = losses_of([read() for read in losses])
         start = 0
         for numbers, of_step in zip(steps, norms, strict=True):
