@@ -205,3 +205,9 @@ def own(out, y):
 def test_a_loss_of_ones_own_is_a_mean_of_rows_of_samples_on_one_axis(loss, known, generator):
     out, y = outputs(N, C, generator=generator), torch.arange(N) % C
     assert (read(loss(out, y), y).root is not None) == known
+
+
+def test_what_is_kept_of_targets_that_are_trained_holds_no_graph(generator):
+    out, y = (outputs(N, C, generator=generator) for _ in range(2))
+    sums, _ = read(F.mse_loss(out, y), y).sums()
+    assert not sums.requires_grad
