@@ -51,7 +51,7 @@ from lightning_taskinfo.certificates.subject import (
 )
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.distributions.gaussian import Curvature
-from lightning_taskinfo.fisher.fallback import Forward
+from lightning_taskinfo.fisher.measure import Forward
 from lightning_taskinfo.functional import tail_bounds
 
 # Beside four standard errors: a known error may be of a few other samples.

@@ -15,7 +15,7 @@ from lightning_taskinfo._nested import IGNORED, split, take
 from lightning_taskinfo._observe import HALVES, at_least_float32, trainable_parameters
 from lightning_taskinfo.certificates.samples import Samples
 from lightning_taskinfo.distributions import WeightGaussian
-from lightning_taskinfo.fisher.fallback import Forward
+from lightning_taskinfo.fisher.measure import Forward
 from lightning_taskinfo.variational import noisy_weights
 
 Index: TypeAlias = Tensor | slice

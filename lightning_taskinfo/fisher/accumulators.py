@@ -21,8 +21,8 @@ class Accumulator(Protocol):
 
     def add(
         self,
-        name: str,
         samples: slice,
+        name: str,
         found: Gradients,
     ) -> None:
         """Take the gradients of a parameter, for some samples and scores."""
@@ -38,8 +38,8 @@ class Norms:
 
     def add(
         self,
-        name: str,
         samples: slice,
+        name: str,
         found: Gradients,
     ) -> None:
         norms = found.norms()
@@ -59,8 +59,8 @@ class Diagonal:
 
     def add(
         self,
-        name: str,
         samples: slice,
+        name: str,
         found: Gradients,
     ) -> None:
         squares = found.diagonal()
@@ -90,8 +90,8 @@ class Gram:
 
     def add(
         self,
-        name: str,
         samples: slice,
+        name: str,
         found: Gradients,
     ) -> None:
         if name not in self.wanted or name in self.postponed:

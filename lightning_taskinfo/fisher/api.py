@@ -9,9 +9,8 @@ from lightning_taskinfo._nested import sample_count
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo._random import keep_random_states
 from lightning_taskinfo.fisher.accumulators import Gram, Norms, TraceSums
-from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.fisher.measure import (
-    Engine,
+    Forward,
     Request,
     measure,
     squared_gradients_by_name,
@@ -30,7 +29,6 @@ def fisher_trace(
     likelihood: str | Likelihood = "categorical",
     mc_samples: int = 1,
     generator: Generator | None = None,
-    engine: Engine = "auto",
     chunk_size: int | None = None,
     forward_fn: Forward | None = None,
 ) -> Tensor:
@@ -58,10 +56,6 @@ def fisher_trace(
         mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
         generator: Source of the draws, on the device of the outputs. By default torch's own state
             decides them and is left as it is, so that two calls draw the same labels.
-        engine: ``"graph"`` reads layer inputs and output gradients off the autograd graph of one
-            forward and backward pass, ``"per_sample"`` uses ``torch.func``, ``"loop"`` takes one
-            sample at a time; ``"auto"`` takes the graph where it shows which gradient belongs to
-            which sample, and ``"per_sample"`` (or the loop) for what is left, which a warning names.
         chunk_size: Samples of one forward pass; memory grows with it, not with ``N``.
         forward_fn: How to get the outputs, ``forward_fn(model, inputs) -> outputs``; found out by
             default: inputs are handed over as they are, or by name, and outputs may be a tensor or
@@ -81,7 +75,7 @@ def fisher_trace(
         >>> fisher_trace(net, ones(1, 3), labels="exact")  # ‖x‖²(1 - ‖p‖²) = 3 · ½
         tensor(1.5000)
     """
-    request = Request(labels, likelihood, mc_samples, generator, engine, chunk_size, forward_fn)
+    request = Request(labels, likelihood, mc_samples, generator, chunk_size, forward_fn)
     norms = squared_norms_by_name(model, inputs, targets, request)
     return _scalar(TraceSums.of(norms).compute().trace, norms)
 
@@ -237,7 +231,11 @@ def engines_used(
     targets: Tensor | None = None,
     **options: Any,
 ) -> dict[str, str]:
-    """Return which engine serves each parameter, by running one measurement; arguments of :func:`fisher_trace`.
+    """Return how each parameter is served, by running one measurement; arguments of :func:`fisher_trace`.
+
+    ``"graph"`` reads layer inputs and output gradients off the autograd graph of one forward and
+    backward pass. ``"loop"`` means that the graph does not show which gradients of the parameter
+    belong to which sample, so that every sample takes a backward pass of its own.
 
     Args:
         model: Any module.

@@ -8,16 +8,17 @@ computed from parameters alone, and what flows out belongs to samples. Which is 
 :mod:`~lightning_taskinfo.fisher.proof`.
 """
 
+import math
 import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, cached_property
-from itertools import permutations
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge as Edge
 
 # Operations whose output has entries of one input, each once at most: of a weight they make a
@@ -146,34 +147,14 @@ class Graph:
         below = self.below(number)
         return {name for name, leaf in self.leaves.items() if leaf in below}
 
-    def comes_back(
-        self,
-        number: int,
-        place: int,
-        source: Source,
-    ) -> bool:
-        """Whether another input of an operation was computed from the weight at one of its places."""
-        if len(self.consumers[source[0]]) == 1:
-            return False
-        others = [*self.signature[number][2]]
-        del others[place]
-        return any(source[0] in self.below(other[0]) for other in others if other is not None)
-
-    def unusual(
-        self,
-        number: int,
-        weights: dict[int, Source],
-    ) -> bool:
+    def unusual(self, number: int) -> bool:
         """Whether the output gradient of a use does not tell the gradients of its weights by sample."""
         # How often an index occurs in the whole batch divides the gradient.
         by_frequency = getattr(self.nodes[number], "_saved_scale_grad_by_freq", False)
         outputs = {output for _, _, output in self.consumers[number]}
         if number == 0:
             outputs.add(self.outputs.output_nr)
-        # A weight that is used twice, or computed from another one, has a part in its gradient.
-        pairs = permutations([source for source, _ in weights.values()], 2)
-        nested = any(first in self.below(second) for first, second in pairs)
-        return by_frequency or nested or not outputs <= {0}
+        return by_frequency or not outputs <= {0}
 
     def _moves_entries(self, number: int) -> bool:
         """Whether an operation only moves the entries of its one input, or shifts them by a number."""
@@ -186,16 +167,35 @@ class Graph:
             return bool(self.signature[sources[0][0]][1] == shapes)
         return MOVE_ENTRIES.fullmatch(kind) is not None
 
-    def way(self, number: int) -> tuple[str, ...] | None:
+    def way(self, source: Source) -> tuple[str, ...] | None:
         """Return the kinds of the operations from a weight to its parameter if they only move entries."""
         way = []
+        number, _ = source
         while sources := self.sources(number):
             if not self._moves_entries(number):
                 return None
             if self.kind(number) != "ToCopyBackward0":
                 way.append(self.kind(number))
             number = sources[0]
-        return tuple(way)
+        return tuple(way) if self._unchanged(source, number) else None
+
+    def _unchanged(
+        self,
+        source: Source,
+        leaf: int,
+    ) -> bool:
+        """Whether entries of a gradient arrive at a parameter as they are: no hook on the way masks or scales them."""
+        if source[0] == leaf:
+            return True
+        weight = self.edge(*source)
+        large = 2.0**14  # what clips gradients changes it
+        entries = torch.full((), large, dtype=like(weight).dtype, device=like(weight).device)
+        (found,) = pulled_back(weight, [self.edge(leaf)], entries.expand(shape_of(weight)))
+        if found is None:
+            return False
+        largest = torch.linalg.vector_norm(found, math.inf)
+        total = torch.linalg.vector_norm(found, 1, dtype=torch.float64)
+        return bool(largest == large) and bool(total == large * shape_of(weight).numel())
 
 
 def _settings(node: Any) -> list[Any]:
@@ -272,6 +272,40 @@ def several_pulled_back(
     return found
 
 
+def pulled_to_input(
+    node: Any,
+    place: int,
+    source: Edge,
+    gradient: Tensor,
+) -> Tensor:
+    """Pull a gradient of an operation's output back to one of its inputs, by the operation's own backward alone.
+
+    A pass of autograd would also come there on other ways, and run hooks. To be called
+    :func:`inside_a_pass`; in one that is on its way, an operation computes what that one needs.
+
+    Args:
+        node: The operation.
+        place: The input's place.
+        source: What put it out.
+        gradient: Of the operation's output.
+    """
+    others = [None] * (len(node._input_metadata) - 1)  # of outputs that nobody uses
+    run = node.apply if isinstance(node, BackwardCFunction) else node
+    found = run(gradient.to(node._input_metadata[0].dtype), *others)
+    of_input = found[place] if isinstance(found, tuple) else found
+    if of_input is None:
+        return gradient.new_zeros(shape_of(source))
+    return of_input.to_dense().sum_to_size(shape_of(source))
+
+
+def inside_a_pass(function: Callable[[], None]) -> None:
+    """Call a function in a backward pass of its own, in which checkpointed regions run once for all that it reads."""
+    with torch.enable_grad():
+        output = torch.zeros((), device="cpu", requires_grad=True) * 1.0
+        output.register_hook(lambda _: function())
+        output.backward()
+
+
 def pulled_to_weight(
     output: Edge,
     weight: Edge,
@@ -280,9 +314,6 @@ def pulled_to_weight(
     """Pull gradients ``[n, ...]`` back to what ``output`` was computed from, zeros where none arrives."""
     if output == weight:
         return gradients
-    turned = type(output.node).__name__ == "TBackward0" and gradients.dim() == 3
-    if turned and output.node.next_functions[0][0] is weight.node:
-        return gradients.mT  # as of every linear layer
     (found,) = several_pulled_back(output, [weight], gradients)
     if found is None:
         return gradients.new_zeros(len(gradients), *shape_of(weight))

@@ -188,8 +188,8 @@ class KroneckerSums:
 
     def add(
         self,
-        name: str,
         samples: slice,
+        name: str,
         found: Gradients,
     ) -> None:
         """Add the gradients of a parameter, for some samples and scores."""

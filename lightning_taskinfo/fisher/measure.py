@@ -24,22 +24,21 @@ chunks. For each chunk:
 6. **Accumulate** (:mod:`~lightning_taskinfo.fisher.accumulators`). Norms, the diagonal or inner
    products are what remains of the gradients.
 
-For a chunk of one sample nothing has to be shown: all rows are its own. Parameters whose uses
-cannot be told apart by sample take a slower engine (:mod:`~lightning_taskinfo.fisher.fallback`):
-``torch.func`` where it can run the model, otherwise a backward pass for each sample. One warning
-names them. Samples whose outputs depend on the others of their batch, or on chance, are measured
-alone, so that score and gradient are those of one forward pass.
+For a chunk of one sample nothing has to be shown: all rows are its own. Samples are measured alone,
+one after the other, where the graph does not show which gradients are theirs, and where their
+outputs depend on the others of their batch, on their place in it, or on chance. One warning says
+so. What the graph of a single sample does not show either takes a plain backward pass.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from operator import itemgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -61,11 +60,10 @@ from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Accumulator, Diagonal, Norms
-from lightning_taskinfo.fisher.fallback import Fallback, Forward, gradients_of_one, some_of
-from lightning_taskinfo.fisher.graph import Graph, Signature
+from lightning_taskinfo.fisher.graph import Graph, Signature, pulled_back
 from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.fisher.proof import Plan, Plans, Prover, plan_of_one
-from lightning_taskinfo.fisher.terms import Arrivals, Gradients, backward, counted_twice
+from lightning_taskinfo.fisher.terms import Arrivals, Gradients, backward
 from lightning_taskinfo.functional.likelihood import (
     Labels,
     Likelihood,
@@ -73,11 +71,8 @@ from lightning_taskinfo.functional.likelihood import (
     output_scores,
 )
 
-Engine: TypeAlias = Literal["auto", "graph", "per_sample", "loop"]
-CHOICES = {
-    "labels": ("sampled", "exact", "empirical"),
-    "engine": ("auto", "graph", "per_sample", "loop"),
-}
+LABELS = ("sampled", "exact", "empirical")
+Forward = Callable[[nn.Module, Any], Tensor]
 SCORES = 16  # output scores whose gradients are held at once
 
 
@@ -89,15 +84,12 @@ class Request:
     likelihood: str | Likelihood = "categorical"
     mc_samples: int = 1
     generator: Generator | None = None
-    engine: Engine = "auto"
     chunk_size: int | None = None
     forward_fn: Forward | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}.")
+        if self.labels not in LABELS:
+            raise ValueError(f"`labels` must be one of {', '.join(LABELS)}, got {self.labels!r}.")
         check_counts(mc_samples=self.mc_samples, chunk_size=self.chunk_size)
         as_likelihood(self.likelihood)
 
@@ -143,7 +135,7 @@ def measure(
     request: Request,
     accumulator: Accumulator,
 ) -> dict[str, str]:
-    """Send the gradients of every sample into ``accumulator``; return which engine served which parameter."""
+    """Send the gradients of every sample into ``accumulator``; return how each parameter was served."""
     n = sample_count(inputs)
     inputs, targets = with_targets(model, inputs, targets, request.forward_fn)
     observed = parts(model)
@@ -167,7 +159,7 @@ def _without_hooks(
 ) -> Iterator[None]:
     """Set aside the hooks of parameters, such as masks, and loggers that would take our gradients for a step's.
 
-    The graph is never followed as far as these hooks. The slower engines would run them.
+    The graph is never followed as far as these hooks. A plain backward pass would run them.
     """
     hooked: list[Any] = [p for p in parameters if p._backward_hooks]
     if hooked:
@@ -271,76 +263,63 @@ class Measurement:
     def __post_init__(self) -> None:
         self.parameters = gathered_parameters(self.model)
         _check_parameters(self.parameters)
-        self.reads_graph = self.request.engine in ("auto", "graph")
-        # Parameters that the graph does not show.
-        self.unshown: set[str] = set() if self.reads_graph else {*self.parameters}
         # All processes gather shards in step: what one happens to know must not change its passes.
         self.sharded = sharded(self.model)
         forward_fn = self.request.forward_fn
         shapes = [(x.shape[1:], x.dtype) for x in tensors(self.inputs)]
-        self.call = (shapes, forward_fn and ref(forward_fn))
-        known = None if self.sharded else _KNOWN.get(self.model)
-        self.known = known if known is not None and known.call == self.call else None
-        self.alone: Tensor | None = None  # outputs of the first sample without the others
-        self.mixing: bool | None = None
+        self.known = Known((shapes, forward_fn and ref(forward_fn)))
+        self.first: Tensor | None = None  # outputs of the first sample without the others
+        self.looked = False  # whether samples depend on their batch
+        self.alone = False  # whether samples are measured one by one
+        self.unshown: set[str] = set()  # parameters that are the reason
 
     def run(self, n: int) -> dict[str, str]:
-        """Measure ``n`` samples, chunk by chunk, and return which engine served which parameter."""
+        """Measure ``n`` samples, chunk by chunk, and return which way served which parameter."""
         step = min(n, self.request.chunk_size or n)
-        if self.request.engine == "loop":
-            step = 1
-        if step > 1 and self.known is None:
-            self.known = self._look()
-        if self.request.chunk_size is None and step > 1 and self.known is not None:
-            chunks = max(1, round(n / self._affordable(self.known)))
+        if step > 1:
+            self._recall()
+        if self.request.chunk_size is None and step > 1:
+            chunks = max(1, round(n / self._affordable()))
             step = math.ceil(n / chunks)  # chunks of about one size
         for start in range(0, n, step):
-            self._measure_chunk(slice(start, min(start + step, n)))
-        return {
-            name: self.fallback.engine if name in self.unshown else "graph"
-            for name in self.parameters
-        }
+            self._measure(slice(start, min(start + step, n)))
+        return {name: "loop" if name in self.unshown else "graph" for name in self.parameters}
 
-    def _measure_chunk(self, samples: slice) -> None:
+    def _measure(self, samples: slice) -> None:
+        """Measure the samples of a chunk together, or else one by one."""
+        if not self.alone and self._measure_chunk(samples):
+            return
+        self.alone = True
+        for sample in range(samples.start, samples.stop):
+            self._measure_chunk(slice(sample, sample + 1))
+
+    def _measure_chunk(self, samples: slice) -> bool:
+        """Measure a chunk; return False if its samples have to be measured alone."""
         inputs = take(self.inputs, itemgetter(samples))
         targets = None if self.targets is None else self.targets[samples]
 
         # 1. Forward. The graph that leads to the outputs has every use of every weight.
-        with torch.set_grad_enabled(self.request.engine != "per_sample"):
-            outputs = self._outputs(inputs, samples.stop - samples.start)
-        graph = Graph(outputs, self.parameters) if self.reads_graph else None
+        outputs = self._outputs(inputs, samples.stop - samples.start)
+        graph = Graph(outputs, self.parameters)
 
-        # 2. Plan: where weights meet samples, and which parameters the graph does not show.
+        # 2. Plan: where weights meet samples, and whose the rows are.
         plan = self._plan(graph, len(outputs))
-        if self._mixes(inputs, outputs, plan):
-            for sample in range(samples.start, samples.stop):
-                self._measure_chunk(slice(sample, sample + 1))
-            return
-        others = self._for_other_engines(plan, len(outputs))
-
-        def receive(
-            name: str,
-            found: Gradients,
-            block: slice = samples,
-        ) -> None:
-            self.accumulator.add(name, block, found)
+        if len(outputs) > 1 and (self._mixes(inputs, outputs, plan) or self._hides(graph, plan)):
+            return False
+        receive = partial(self.accumulator.add, samples)
 
         # 3. Scores of the outputs, a few at a time.
         for scores, last in self.request.scores(outputs, targets):
-            if graph is not None and plan is not None:
+            if plan is not None:
                 # 4. Backward, from the scores to the outputs of the uses. As it arrives at them,
                 # 5. terms make gradients of samples, with what the operations have seen,
                 # 6. and what is asked of these is accumulated.
-                backward(graph, plan, scores, receive, without=others, retain_graph=not last)
-            for score in scores if others else ():
-                reason = plan.unshown.get(min(others), "") if plan else graph and graph.opaque
-                blocks = self.fallback.gradients(inputs, outputs, score, others, reason or "")
-                if graph is not None and self.sharded:
-                    blocks = iter([(0, gradients_of_one(graph, score))])
-                for first, found in blocks:
-                    for name, g in found.items():
-                        start = samples.start + first
-                        receive(name, Gradients(g), slice(start, start + len(g)))
+                backward(graph, plan, scores, receive, retain_graph=not last)
+                continue
+            for score in scores:
+                for name, g in self._gradients_of_one(graph, score).items():
+                    receive(name, Gradients(g))
+        return True
 
     def _outputs(
         self,
@@ -359,7 +338,7 @@ class Measurement:
                 f"`model` must return one row of outputs a sample: expected [{count}, ...] for {count} inputs, "
                 f"got {list(outputs.shape)}."
             )
-        if torch.is_grad_enabled() and not outputs.requires_grad:
+        if not outputs.requires_grad:
             raise ValueError(
                 "`model` must return outputs that depend on its trainable parameters by autograd."
             )
@@ -367,49 +346,50 @@ class Measurement:
 
     # --- What is known of the model, and what has to be found out
 
-    def _look(self) -> Known:
-        """Run the model on the first sample alone, for the sizes, and for what its outputs are without the others."""
+    def _recall(self) -> None:
+        """Remember what is known of the model, or run it on the first sample alone, for sizes and outputs."""
+        known = None if self.sharded else _KNOWN.get(self.model)
+        if known is not None and known.call == self.known.call:
+            self.known = known
+            return
         outputs = self._outputs(_row(self.inputs, 0), 1)
-        self.alone = outputs.detach()
-        known = Known(self.call, outputs.numel())
-        if self.reads_graph:
-            graph = Graph(outputs, self.parameters)
-            known.alone = graph.signature
-            for number in () if graph.opaque else graph.uses(set()):
-                known.elements += math.prod(graph.signature[number][1][0])
-            if not self.sharded:
-                _KNOWN[self.model] = known
-        return known
+        self.first = outputs.detach()
+        self.known.outputs = outputs.numel()
+        graph = Graph(outputs, self.parameters)
+        self.known.alone = graph.signature
+        for number in () if graph.opaque else graph.uses(set()):
+            self.known.elements += math.prod(graph.signature[number][1][0])
+        if not self.sharded:
+            _KNOWN[self.model] = self.known
 
-    def _affordable(self, known: Known) -> int:
+    def _affordable(self) -> int:
         """Return how many samples to take at once: as many as keep the uses' gradients in about 32 MB."""
-        scores = {"sampled": self.request.mc_samples, "exact": known.outputs, "empirical": 1}
-        held = min(SCORES, scores[self.request.labels]) * known.elements
+        labels = self.request.labels
+        scores = {"sampled": self.request.mc_samples, "exact": self.known.outputs, "empirical": 1}
+        held = min(SCORES, scores[labels]) * self.known.elements
         samples = 4 * BLOCK // max(1, held)
         return min(max(samples, 32), 512)
 
     def _plan(
         self,
-        graph: Graph | None,
+        graph: Graph,
         n: int,
     ) -> Plan | None:
         """Return where weights meet samples in a graph, and which sample each row belongs to: known, or shown now."""
-        if graph is None or graph.opaque:
+        if graph.opaque:
             return None
-        if n == 1:
-            whole = plan_of_one(graph)
-            return None if whole is not None and counted_twice(graph, whole) else whole
-        assert self.known is not None
         plan = self.known.plans.find(graph, n)
         if plan is not None:
             return plan
+        if n == 1:
+            plan = plan_of_one(graph)
+            return plan and self.known.plans.keep(plan)
         rounds = 1 if self.sharded else 4
         plan = Prover(graph, n, rounds=rounds, alone=self.known.alone).plan()
         for name, p in self.parameters.items():
             if p.grad is not None:  # by a backward pass inside of an operation, unseen in the graph
                 p.grad = None
                 plan.unshown[name] = "a use that autograd does not see"
-        plan.unshown |= counted_twice(graph, plan)
         if self.sharded:  # what is computed from a weight has no graph once the weight is a shard
             for found in Arrivals(graph, plan, print).waiting.values():
                 for one in found:
@@ -424,54 +404,78 @@ class Measurement:
         outputs: Tensor,
         plan: Plan | None,
     ) -> bool:
-        """Whether the outputs of a sample depend on the batch it is in: looked at where nothing is known."""
-        seen = plan is not None and plan.seen
-        if self.mixing is None and len(outputs) > 1 and not seen:
-            with torch.no_grad():
-                # The first and the last: rows of a batch that is read as a sequence depend on those
-                # before them, or behind them.
-                first = self._outputs(_row(inputs, 0), 1) if self.alone is None else self.alone
-                last = self._outputs(_row(inputs, len(outputs) - 1), 1)
-                self.mixing = _differ(torch.cat([first, last]), outputs.detach())
-            if self.mixing and self.sharded:  # processes would not run the same passes any more
-                raise ValueError(
-                    "`model` must be unsharded: its outputs for a sample depend on the others of its batch, or on "
-                    "chance."
-                )
-            if self.mixing:
-                warn(
-                    "The model's outputs for a sample depend on the others of its batch, or on chance; each sample is "
-                    "measured alone."
-                )
-            elif plan is not None:
+        """Whether the outputs of a sample depend on its batch, or on its place in it: looked at if that is unknown.
+
+        The first sample must have the same outputs alone, and all samples if each takes the place
+        of the next. So no place and no neighbour matters, and the batch is as good as a single sample.
+        """
+        if self.looked or (plan is not None and plan.seen):
+            return False
+        first = self._outputs(_row(inputs, 0), 1) if self.first is None else self.first
+        turned = self._outputs(take(inputs, _turned), len(outputs))
+        self.looked = True
+        mixes = _differ(first, outputs[:1]) or _differ(turned, _turned(outputs))
+        if not mixes:
+            if plan is not None:
                 plan.seen = True
-        self.alone = None  # it was the first sample of the first chunk
-        return bool(self.mixing) and len(outputs) > 1
+            return False
+        if self.sharded:  # processes would not run the same passes any more
+            raise ValueError(
+                "`model` must be unsharded: its outputs for a sample depend on the others of its batch, on its place "
+                "in it, or on chance."
+            )
+        warn(
+            "The model's outputs for a sample depend on the others of its batch, on its place in it, or on chance; "
+            "each sample is measured alone."
+        )
+        return True
 
     # --- What the graph does not show
 
-    @cached_property
-    def fallback(self) -> Fallback:
-        """The slower engines, for what the graph does not show."""
-        return Fallback(self.model, self.request.forward, self.request.engine)
-
-    def _for_other_engines(
+    def _hides(
         self,
+        graph: Graph,
         plan: Plan | None,
-        n: int,
-    ) -> set[str]:
-        """Return the parameters of a chunk that another engine has to serve."""
-        if n == 1 and self.reads_graph:
-            return set() if plan is not None else {*self.parameters}
-        self.unshown |= self.parameters.keys() if plan is None else plan.unshown.keys()
-        named = ", ".join(sorted(self.unshown))
-        if self.unshown and self.request.engine == "graph":
-            raise ValueError(f"`engine='graph'` does not cover {named}; use `engine='auto'`.")
-        if self.unshown and self.sharded:
-            raise ValueError(
-                f"The graph does not show {named}; other engines need unsharded weights."
-            )
-        return self.unshown
+    ) -> bool:
+        """Whether the graph of a batch does not show which gradients belong to which sample, with a warning."""
+        hidden = dict.fromkeys(self.parameters, graph.opaque) if plan is None else plan.unshown
+        if not hidden:
+            return False
+        self.unshown = {*hidden}
+        reason = hidden[min(hidden)]
+        text = f"The graph does not show which sample gradients of {some_of(hidden)} belong to ({reason})"
+        if self.sharded:
+            raise ValueError(f"{text}; `model` must be unsharded to measure samples one by one.")
+        warn(
+            f"{text}: each sample takes a backward pass of its own; measure fewer where that is too slow "
+            "(`max_samples`)."
+        )
+        return True
+
+    def _gradients_of_one(
+        self,
+        graph: Graph,
+        score: Tensor,
+    ) -> ParamDict:
+        """Return the gradients of the only sample of a forward pass, by plain autograd: right for any model."""
+        found: dict[str, Tensor | None] = {}
+        if self.sharded:
+            # By the weights that were gathered: one to the shards would add up the samples of all processes.
+            leaves = [graph.edge(number) for number in graph.leaves.values()]
+            found.update(zip(graph.leaves, pulled_back(graph.outputs, leaves, score), strict=True))
+        else:
+            self.model.zero_grad()
+            # Not `autograd.grad`, which reentrant checkpointing refuses.
+            graph.outputs.backward(score, retain_graph=True)
+            found.update((name, p.grad) for name, p in self.parameters.items())
+            self.model.zero_grad()
+        return {name: g.to_dense().unsqueeze(0) for name, g in found.items() if g is not None}
+
+
+def some_of(names: Collection[str]) -> str:
+    """Name the first few."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more
 
 
 def _check_modules(
@@ -521,14 +525,19 @@ def _row(
     return take(inputs, itemgetter(slice(n, n + 1)))
 
 
+def _turned(x: Tensor) -> Tensor:
+    """Return rows in another order: each takes the place of the next."""
+    return torch.cat([x[-1:], x[:-1]])
+
+
 def _differ(
-    alone: Tensor,
-    outputs: Tensor,
+    found: Tensor,
+    expected: Tensor,
 ) -> bool:
-    """Whether the first and the last row of outputs are others alone, by more than rounding; not if they are NaN."""
+    """Whether outputs are others, by more than rounding; not if they are NaN."""
     largest = partial(torch.linalg.vector_norm, ord=math.inf)
-    difference = largest(alone - outputs[[0, -1]])
-    return bool(difference > torch.finfo(alone.dtype).eps ** 0.5 * largest(outputs))
+    difference = largest(found.detach() - expected.detach())
+    return bool(difference > torch.finfo(found.dtype).eps ** 0.5 * largest(expected))
 
 
 def _usable(x: Tensor) -> Tensor:

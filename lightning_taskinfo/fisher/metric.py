@@ -12,9 +12,8 @@ from torchmetrics import Metric
 
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
 from lightning_taskinfo.fisher.accumulators import TraceSums
-from lightning_taskinfo.fisher.fallback import Forward
 from lightning_taskinfo.fisher.measure import (
-    Engine,
+    Forward,
     Request,
     number_of_samples,
     squared_gradients_by_name,
@@ -59,7 +58,6 @@ class FisherInformation(Metric):
         likelihood: What the outputs mean, see :func:`~lightning_taskinfo.fisher.fisher_trace`.
         mc_samples: Number of labels drawn for each sample, for ``labels="sampled"``.
         seed: Seed of those draws, which differ from update to update and from process to process.
-        engine: See :func:`~lightning_taskinfo.fisher.fisher_trace`.
         chunk_size: Samples of one forward pass.
         forward_fn: How to get the outputs, ``forward_fn(model, inputs)``; found out by default.
         **kwargs: Arguments of every ``torchmetrics.Metric``.
@@ -87,7 +85,6 @@ class FisherInformation(Metric):
         likelihood: str | Likelihood = "categorical",
         mc_samples: int = 1,
         seed: int = 0,
-        engine: Engine = "auto",
         chunk_size: int | None = None,
         forward_fn: Forward | None = None,
         **kwargs: Any,
@@ -98,7 +95,7 @@ class FisherInformation(Metric):
         self.quantity = quantity
         self.seed = seed
         self.drawn = 0
-        self.request = Request(labels, likelihood, mc_samples, None, engine, chunk_size, forward_fn)
+        self.request = Request(labels, likelihood, mc_samples, None, chunk_size, forward_fn)
         self.shapes: dict[str, torch.Size] = {}
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         # A vector from the first update on: `TraceSums.sums`, or the squares of all weights'

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_taskinfo._observe import at_least_float32
-from lightning_taskinfo.fisher.graph import Edge, like, pulled_to_weight, shape_of
+from lightning_taskinfo.fisher.graph import Edge, inside_a_pass, like, pulled_to_input, shape_of
 from lightning_taskinfo.fisher.proof import Rows
 
 BLOCK = 1 << 21  # elements of per-sample gradients formed at once: 8 MB in float32
@@ -553,7 +553,15 @@ class Other(Use):
         parts[sample, numbers] = b
         parts = parts[:, :-1].movedim(1, self.rows.axis + 1)
         gradients = parts.reshape(len(b), *output)
-        return pulled_to_weight(self.at.output, self.at.source, gradients)
+        found: list[Tensor] = []
+
+        def run() -> None:
+            at = self.at
+            for gradient in gradients:
+                found.append(pulled_to_input(at.node, at.place, at.source, gradient))
+
+        inside_a_pass(run)
+        return torch.stack(found)
 
     @property
     def elements(self) -> int:

@@ -97,7 +97,6 @@ class Place:
         rows: Which samples the rows of the operation's output belong to.
         names: The parameters that it was computed from.
         way: The kinds of operations from its parameter to it if they only move entries.
-        comes_back: Whether another input of the operation was computed from it.
     """
 
     number: int
@@ -106,7 +105,6 @@ class Place:
     rows: Rows
     names: set[str]
     way: tuple[str, ...] | None
-    comes_back: bool
 
 
 @dataclass
@@ -149,9 +147,8 @@ class Plan:
         for number, found in rows.items():
             for place, source in uses[number].items():
                 names = graph.roots(source[0])
-                way = graph.way(source[0])
-                back = graph.comes_back(number, place, source)
-                places.append(Place(number, place, source, found, names, way, back))
+                way = graph.way(source)
+                places.append(Place(number, place, source, found, names, way))
         above = graph.behind(rows)
         lowest = [number for number in rows if number not in above]
         return cls(graph.signature, samples, places, lowest, unshown)
@@ -187,23 +184,22 @@ class Plans:
         return None if power_of_four else plan
 
     def keep(self, plan: Plan) -> Plan:
-        """Keep a plan that was just shown, if it lasts, and return it, or the same one that was kept before."""
+        """Keep a plan that was just shown, if it lasts, in the place of the one before, and return it."""
         before = self._like(plan.signature, plan.samples)
-        if before is None:
-            if plan.lasting and not plan.unshown and not self.moving:
-                self.kept = [*self.kept[1 - self.limit :], plan]
-            return plan
         changed = plan.moved | plan.unshown.keys()
-        if not changed:
-            before.seen = False  # look again whether samples depend on each other
-            return before if plan.lasting else plan
-        self.kept = []
-        self.moving = True
-        names = ", ".join(sorted(changed)[:3])
-        warn(
-            f"The model moves samples by their values on the way from {names}, which the batches before did not show: "
-            "what was measured on it so far may be wrong, from here on it is right."
-        )
+        if before is not None:
+            plan.asked = before.asked
+            self.kept = [kept for kept in self.kept if kept is not before]
+        if before is not None and changed:
+            self.kept = []
+            self.moving = True
+            names = ", ".join(sorted(changed)[:3])
+            warn(
+                f"The model moves samples by their values on the way from {names}, which the batches before did not "
+                "show: what was measured on it so far may be wrong, from here on it is right."
+            )
+        if plan.lasting and not plan.unshown and not self.moving:
+            self.kept = [*self.kept[1 - self.limit :], plan]
         return plan
 
     def _like(
@@ -221,15 +217,17 @@ def plan_of_one(graph: Graph) -> Plan | None:
     """Return the plan of a graph of one sample, to whom all rows belong; None where a use is unusual."""
     uses = graph.uses(set())
     rows: dict[int, Rows] = {}
-    for number, weights in uses.items():
+    for number in uses:
         shape = torch.Size(graph.signature[number][1][0])
-        if not shape or graph.unusual(number, weights):
+        if not shape or graph.unusual(number):
             return None
         if shape.numel():  # not as of an expert without a token
             rows[number] = Rows(repeat=shape[0])
     if any(isinstance(node, BackwardCFunction) for node in graph.nodes):
         return None
-    return Plan.of(graph, 1, uses, rows, {})
+    plan = Plan.of(graph, 1, uses, rows, {})
+    plan.lasting = True
+    return plan
 
 
 @dataclass
@@ -328,7 +326,7 @@ class Prover:
         graph = self.graph
         root = graph.nodes.index(self.root.node)
         odd = uses.keys() - shown
-        odd |= {number for number, weights in uses.items() if graph.unusual(number, weights)}
+        odd |= {number for number in uses if graph.unusual(number)}
         # What mixes samples, and has rows of samples behind it, would count these rows twice.
         odd |= graph.behind(uses.keys() - odd, blocked=silent) & mixed
         odd |= {root} & mixed

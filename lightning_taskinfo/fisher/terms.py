@@ -18,6 +18,7 @@ from lightning_taskinfo._observe import at_least_float32
 from lightning_taskinfo.fisher.graph import (
     Edge,
     Graph,
+    inside_a_pass,
     pulled_back,
     pulled_to_weight,
     several_pulled_back,
@@ -104,7 +105,7 @@ class OfUses(Gradients):
         (use, scores), *others = self.parts
         if others or use.at.way is None:
             return super().diagonal()
-        return pulled_to_weight(use.at.source, self.leaf, use.diagonal(scores)[None])[0]
+        return self._pulled(use, use.diagonal(scores)[None])[0]
 
     def one_product(self) -> tuple[Tensor, Tensor] | None:
         (use, (b, *_)), *others = self.parts
@@ -120,10 +121,19 @@ class OfUses(Gradients):
             for i in range(len(scores)):
                 of_uses = []
                 for use, arranged in self.parts:
-                    gradients = use.gradients(arranged[i], samples)
-                    of_uses.append(pulled_to_weight(use.at.source, self.leaf, gradients))
+                    of_uses.append(self._pulled(use, use.gradients(arranged[i], samples)))
                 first, *others = of_uses
                 yield samples, sum(others, start=first)
+
+    def _pulled(
+        self,
+        use: Use,
+        gradients: Tensor,
+    ) -> Tensor:
+        """Return gradients ``[n, ...]`` of the parameter, from those of the weight that a use has seen."""
+        if use.at.way == ("TBackward0",) and gradients.dim() == 3:  # as of every linear layer
+            return gradients.mT
+        return pulled_to_weight(use.at.source, self.leaf, gradients)
 
 
 def _joined(parts: list[Part]) -> Part:
@@ -343,25 +353,6 @@ def backward(
         arrivals.add(operation, None)
 
 
-def counted_twice(
-    graph: Graph,
-    plan: Plan,
-) -> dict[str, str]:
-    """Return the parameters whose gradients would be counted twice, with the kind of the operation that does.
-
-    An operation's own backward pass goes on through all of its inputs, also through those that were
-    computed from the weight that it is run for.
-    """
-    found: dict[str, str] = {}
-    for at in plan.places:
-        if at.comes_back:
-            node = graph.nodes[at.number]
-            use = read(Weight(node, at.place, graph.edge(*at.source), at.rows, at.way))
-            if isinstance(use, Other):
-                found |= dict.fromkeys(at.names, graph.kind(at.number))
-    return found
-
-
 # --- What has been put in the place of tensors that operations have saved, as by checkpointing
 
 
@@ -378,11 +369,3 @@ def unpack_hooks(node: Node) -> list[Any]:
 @cache
 def _saved_names(kind: type) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
-
-
-def inside_a_pass(function: Callable[[], None]) -> None:
-    """Call a function in a backward pass, in which checkpointed regions are run once for all that it reads."""
-    with torch.enable_grad():
-        output = torch.zeros((), device="cpu", requires_grad=True) * 1.0
-        output.register_hook(lambda _: function())
-        output.backward()

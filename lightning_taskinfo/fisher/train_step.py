@@ -21,7 +21,7 @@ from lightning_taskinfo._observe import ParamDict, at_least_float32
 from lightning_taskinfo._sharded import gathered_parameters
 from lightning_taskinfo.fisher.graph import Edge, Graph, shape_of
 from lightning_taskinfo.fisher.proof import Plan, Plans, Prover
-from lightning_taskinfo.fisher.terms import Arrivals, Gradients, counted_twice, unpack_hooks
+from lightning_taskinfo.fisher.terms import Arrivals, Gradients, unpack_hooks
 
 COPIED = 1 << 14  # numbers of a step that may be copied
 PLANS = 64  # kept of a training, as for sentences of different lengths
@@ -125,7 +125,7 @@ class StepRecorder:
             # What knows nothing of the samples need not be told from what depends on all: so does a
             # sample's loss.
             plan = Prover(graph, samples, alone=graph.signature, root=root).plan()
-        plan.unshown |= _mixing(graph, plan) | counted_twice(graph, plan)
+        plan.unshown |= _mixing(graph, plan)
         plan = self.plans.keep(plan)  # which forgets all if one of them was kept before
         for name, kind in plan.unshown.items():
             raise ValueError(

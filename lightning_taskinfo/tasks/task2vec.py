@@ -25,7 +25,6 @@ from lightning_taskinfo._warn import first_line
 from lightning_taskinfo.certificates.samples import Data, read_labelled
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.fisher import fisher_diagonal
-from lightning_taskinfo.fisher.measure import Engine
 from lightning_taskinfo.functional.task_embedding import filter_means
 from lightning_taskinfo.tasks import ready
 from lightning_taskinfo.tasks.embedding import TaskEmbedding
@@ -62,7 +61,6 @@ class Task2Vec:
             standardised features; it decides how sure the head gets, and with it the scale of the
             embedding.
         seed: Seed of the draws.
-        engine: Engine of :func:`~lightning_taskinfo.fisher.fisher_diagonal`.
         forward_fn: How to get the logits, ``forward_fn(network, inputs)``; found out by default.
         batch_fn: Picks ``(inputs, labels)`` out of a batch; needed where the batch does not say it
             plainly.
@@ -91,7 +89,6 @@ class Task2Vec:
         max_samples: int = 1000,
         weight_decay: float = 1e-3,
         seed: int = 0,
-        engine: Engine = "auto",
         forward_fn: Forward | None = None,
         batch_fn: BatchFn | None = None,
     ) -> None:
@@ -104,7 +101,6 @@ class Task2Vec:
         self.max_samples = max_samples
         self.weight_decay = weight_decay
         self.seed = seed
-        self.engine = engine
         self.forward_fn = forward_fn
         self.batch_fn = batch_fn
         if network is None:
@@ -239,7 +235,6 @@ class Task2Vec:
             labels=self.labels,
             mc_samples=self.mc_samples,
             generator=Generator(self.device).manual_seed(self.seed),
-            engine=self.engine,
             forward_fn=self.forward_fn,
             chunk_size=BATCH,
         )

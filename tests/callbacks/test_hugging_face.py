@@ -13,7 +13,6 @@ from tests.callbacks.runs import fit, same, seed_everything
 
 CAUSAL = ("GPT-2", "Llama", "LoRA GPT-2", "LoRA Llama")
 models = pytest.mark.parametrize("name", MODELS)
-pytestmark = pytest.mark.filterwarnings("ignore:torch.func cannot run")
 
 
 def make(name):

@@ -12,14 +12,18 @@ from torch.func import functional_call, jacrev
 from lightning_taskinfo import observing
 from lightning_taskinfo.fisher import (
     FisherInformation,
-    engines_used,
     fisher_diagonal,
     fisher_trace,
     gradient_gram,
     per_sample_squared_norms,
 )
 from lightning_taskinfo.fisher.accumulators import inner_products
-from lightning_taskinfo.functional.likelihood import Categorical, Gaussian, NumberedDraws
+from lightning_taskinfo.functional.likelihood import (
+    Categorical,
+    Gaussian,
+    NumberedDraws,
+    output_scores,
+)
 from tests.fisher import networks as nets
 from tests.fisher.test_measure import empirical, loop, make, total
 
@@ -127,19 +131,6 @@ def test_draws_follow_the_generator_alone():
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-@pytest.mark.parametrize("engine", ["graph", "per_sample", "loop"])
-@pytest.mark.parametrize("case", ["functional", "conv2d stride", "tied", "attention", "batch norm"])
-def test_engines_agree(case, engine):
-    model, inputs, targets = make(case)
-    expected = empirical(model, inputs, targets)
-    diagonal = fisher_diagonal(model, inputs, targets, labels="empirical", engine=engine)
-    for name, g in expected.items():
-        torch.testing.assert_close(diagonal[name], g.square().mean(0), rtol=1e-9, atol=1e-12)
-    assert set(
-        engines_used(model, inputs, targets, labels="empirical", engine=engine).values()
-    ) == {engine}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -258,12 +249,12 @@ def test_inner_products_of_any_width(rows, width):
     assert ((inner_products(x) - expected).abs() < 1e-6 * lengths.outer(lengths)).all()
 
 
-def test_what_takes_torch_func_is_named_once():
+def test_what_takes_the_loop_is_named_once():
     model, inputs, targets = make("embedding by frequency")
-    with pytest.warns(UserWarning, match="torch.func") as record:
+    with pytest.warns(UserWarning, match="The graph does not show") as record:
         fisher_trace(model, inputs, targets, labels="empirical", chunk_size=3)
     (warning,) = record
-    named = r"gradients of 0.weight belong to \(EmbeddingBackward0\); torch.func computes them"
+    named = r"gradients of 0.weight belong to \(EmbeddingBackward0\): each sample takes a backward"
     assert re.search(named, str(warning.message))
 
 
@@ -282,7 +273,7 @@ def test_the_model_comes_back_as_it_was():
     state, rng = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     fisher_trace(model, inputs, targets, generator=torch.Generator().manual_seed(0))
     fisher_diagonal(
-        model, inputs, targets, engine="loop", generator=torch.Generator().manual_seed(0)
+        model, inputs, targets, chunk_size=1, generator=torch.Generator().manual_seed(0)
     )
     assert all(module.training for module in model.modules())
     assert model[0].weight.grad is kept
@@ -320,10 +311,6 @@ def test_an_input_changed_in_place_gives_no_number():
     [
         ({"labels": "true"}, "`labels` must be one of sampled, exact, empirical, got 'true'"),
         (
-            {"engine": "fast"},
-            "`engine` must be one of auto, graph, per_sample, loop, got 'fast'",
-        ),
-        (
             {"likelihood": "poisson"},
             "`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'",
         ),
@@ -360,10 +347,6 @@ def test_bad_models_and_inputs_are_named():
         match=r"`model` must return one row of outputs a sample: expected \[7, ...\] for 7",
     ):
         fisher_trace(model, inputs, forward_fn=lambda m, x: m(x).mean(0, keepdim=True))
-    with pytest.raises(
-        ValueError, match=r"`engine='graph'` does not cover .*c.weight.*; use `engine='auto'`"
-    ):
-        fisher_trace(nets.Checkpointed(use_reentrant=True).double(), inputs, engine="graph")
     with pytest.raises(
         ValueError, match="`labels` must be 'empirical' or 'sampled' for a Gram matrix"
     ):
@@ -415,6 +398,17 @@ class Cubic(nets.Functional):
         return self.c(Cubed.apply(self.b(Cubed.apply(self.a(x)))))
 
 
+def squares_of_one(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Squared gradients ``[P]`` of one sample, added up over one backward pass after the other."""
+    parameters = [*model.parameters()]
+    outputs = model(inputs)
+    squares = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    for score in output_scores(outputs, None, labels="exact", likelihood=Categorical()):
+        found = torch.autograd.grad(outputs, parameters, score, retain_graph=True)
+        squares += torch.cat([g.flatten() for g in found]).square()
+    return squares
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -426,8 +420,9 @@ class Cubic(nets.Functional):
 def test_several_scores_at_once(case):
     model, inputs, _ = make("functional" if case == "cubic" else case)
     model = Cubic().double() if case == "cubic" else model
-    for quantity in (fisher_diagonal, per_sample_squared_norms):
-        at_once, one_by_one = (
-            quantity(model, inputs, labels="exact", engine=engine) for engine in ("graph", "loop")
-        )
-        torch.testing.assert_close(at_once, one_by_one, rtol=1e-9, atol=1e-12)
+    close = {"rtol": 1e-9, "atol": 1e-12}
+    squares = [squares_of_one(model, inputs[n : n + 1]) for n in range(len(inputs))]
+    diagonal = fisher_diagonal(model, inputs, labels="exact")
+    torch.testing.assert_close(flat(diagonal), torch.stack(squares).mean(0), **close)
+    norms = per_sample_squared_norms(model, inputs, labels="exact")
+    torch.testing.assert_close(norms, torch.stack(squares).sum(1), **close)

@@ -107,13 +107,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         WORDS,
     ),
 }  # fmt: skip
-ONE_BY_ONE = {"reentrant checkpoint"}  # torch.func cannot run these
 WARNED = {
-    **dict.fromkeys(ONE_BY_ONE, "torch.func cannot run"),
+    "reentrant checkpoint": "The graph does not show",
     "mixing": "The model's outputs for a sample depend",
     "embedding by frequency": "The graph does not show",
 }
-PARTLY = {  # case -> the parameters that are left to the fallback
+PARTLY = {  # case -> the parameters that are left to the loop
     "embedding by frequency": {"0.weight"},
     "reentrant checkpoint": {f"body.{i}.{p}" for i in (0, 2) for p in ("weight", "bias")}
     | {"first.weight", "first.bias", "c.weight", "c.bias"},
@@ -210,4 +209,3 @@ def test_auto_equals_a_loop_over_samples(case):
     assert {name for name, engine in engines.items() if engine != "graph"} == PARTLY.get(
         case, set()
     )
-    assert ("loop" in engines.values()) == (case in ONE_BY_ONE)

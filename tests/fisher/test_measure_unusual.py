@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo import TaskInfoWarning
-from lightning_taskinfo.fisher import fisher_diagonal, per_sample_squared_norms
+from lightning_taskinfo.fisher import fisher_diagonal, gradient_gram, per_sample_squared_norms
 from tests.fisher.test_measure import empirical
 
 
@@ -32,11 +32,6 @@ class Noisy(Net):
         return self.a(x) * (drawn if self.sign is None else self.sign)
 
 
-class Blurred(Net):
-    def hidden(self, x: Tensor) -> Tensor:
-        return self.a(x + torch.randn_like(x))
-
-
 class Halved(Net):
     """Switches to half precision inside of its forward pass."""
 
@@ -55,6 +50,47 @@ class Nested(Net):
         return self.a(nested).to_padded_tensor(0.0).sum(1)
 
 
+class Hooked(Net):
+    """Masks gradients between a parameter and its use."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.mask = torch.arange(20.0).view(5, 4) % 3
+
+    def hidden(self, x: Tensor) -> Tensor:
+        weight = self.a.weight
+        if self.how == "clamped":
+            weight = weight.view_as(weight)
+            weight.register_hook(lambda g: g.clamp(-0.1, 0.1))
+        elif self.how == "scaled":
+            weight = weight * 1.0
+            weight.register_hook(lambda g: g * self.mask)
+        elif self.how == "viewed":
+            weight = weight.view_as(weight)
+            weight.register_hook(lambda g: g * self.mask)
+        else:
+            turned = weight.t()
+            turned.register_hook(lambda g: g * self.mask.T)
+            return x @ turned
+        return nn.functional.linear(x, weight, self.a.bias)
+
+
+class ByPlace(Net):
+    """Treats rows by their place in the batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.other = nn.Linear(4, 5)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        places = torch.arange(len(x))
+        places = {"from the start": places, "from the end": len(x) - 1 - places}[self.how]
+        usual = places.unsqueeze(1) % 2 == 0  # as the only row is
+        return torch.where(usual, self.a(x), self.other(x))
+
+
 def norms_of(rows: dict[str, Tensor]) -> Tensor:
     return sum(g.flatten(1).square().sum(1) for g in rows.values())
 
@@ -65,7 +101,7 @@ def batch():
     return torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator)
 
 
-@pytest.mark.parametrize("options", [{}, {"engine": "loop"}, {"chunk_size": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}], ids=str)
 @pytest.mark.filterwarnings("ignore:The model's outputs for a sample depend .* or on chance")
 def test_score_and_gradient_are_those_of_the_same_draw(batch, options):
     model = Noisy()
@@ -80,27 +116,51 @@ def test_score_and_gradient_are_those_of_the_same_draw(batch, options):
         assert (nearest < 1e-5 * norms).all()
 
 
-@pytest.mark.filterwarnings("ignore:The model's outputs for a sample depend")
-def test_chance_is_named_where_torch_func_is_asked_for(batch):
-    with pytest.raises(ValueError, match="or the model draws random numbers in eval mode"):
-        per_sample_squared_norms(Blurred(), *batch, labels="empirical", engine="per_sample")
-
-
-@pytest.mark.parametrize("engine", ["auto", "per_sample", "loop"])
-def test_hooks_of_parameters_do_not_run_and_are_named(batch, engine):
+@pytest.mark.parametrize("kind", [Net, Nested])  # by the graph, and by plain backward passes
+@pytest.mark.filterwarnings("ignore:The graph does not show")
+def test_hooks_of_parameters_do_not_run_and_are_named(batch, kind):
     x, y = batch
-    model = Net()
+    x = x.unsqueeze(1) if kind is Nested else x
+    model = kind()
     expected = norms_of(empirical(model, x, y))
     calls: list[Tensor] = []
     model.a.weight.register_hook(lambda g: g * 0)
     model.a.weight.register_hook(calls.append)
     with pytest.warns(TaskInfoWarning, match=r"Hooks on a\.weight do not run in a measurement"):
-        norms = per_sample_squared_norms(model, x, y, labels="empirical", engine=engine)
+        norms = per_sample_squared_norms(model, x, y, labels="empirical")
     torch.testing.assert_close(norms, expected)
     assert not calls
     model(x).sum().backward()
     assert len(calls) == 1  # they are there again, in their order
     assert not calls[0].any()
+
+
+@pytest.mark.parametrize("how", ["scaled", "viewed", "turned", "clamped"])
+@pytest.mark.parametrize("n", [1, 6])
+def test_hooks_between_a_parameter_and_its_use_run(batch, how, n):
+    x, y = batch[0][:n], batch[1][:n]
+    model = Hooked(how)
+    rows = empirical(model, x, y)
+    for _ in range(2):  # with a proof that is made, and with one that is kept
+        norms = per_sample_squared_norms(model, x, y, labels="empirical")
+        torch.testing.assert_close(norms, norms_of(rows))
+    diagonal = fisher_diagonal(model, x, y, labels="empirical")
+    for name, g in rows.items():
+        torch.testing.assert_close(diagonal[name], g.square().mean(0))
+    gram = gradient_gram(model, x, y)
+    flat = torch.cat([g.flatten(1) for g in rows.values()], 1)
+    torch.testing.assert_close(gram, (flat @ flat.T).double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["from the start", "from the end"])
+@pytest.mark.parametrize("n", [2, 3, 6, 7])
+def test_samples_that_are_treated_by_their_place_are_measured_alone(how, n):
+    torch.manual_seed(0)
+    model, x, y = ByPlace(how), torch.randn(n, 4), torch.randint(3, (n,))
+    expected = norms_of(empirical(model, x, y))
+    with pytest.warns(TaskInfoWarning, match="its place in it"):
+        norms = per_sample_squared_norms(model, x, y, labels="empirical")
+    torch.testing.assert_close(norms, expected)
 
 
 def test_several_scores_through_half_precision(batch):
@@ -115,6 +175,6 @@ def test_nested_tensors_take_one_sample_after_the_other():
     torch.manual_seed(0)
     x, y = torch.randn(5, 6, 4), torch.randint(3, (5,))
     model = Nested()
-    with pytest.warns(TaskInfoWarning, match="torch.func cannot run this model"):
+    with pytest.warns(TaskInfoWarning, match="nested tensors"):
         norms = per_sample_squared_norms(model, x, y, labels="empirical")
     torch.testing.assert_close(norms, norms_of(empirical(model, x, y)))

@@ -482,7 +482,6 @@ def test_a_weight_that_is_computed_from_itself_twice_counts_once(how, n):
     compare(Derived().double(), *rolled(0, n))
 
 
-@pytest.mark.filterwarnings("ignore:torch.func cannot run this model")
 def test_rows_of_a_batch_that_is_read_as_a_sequence_are_measured_alone():
     """Forgotten ``batch_first``: the first sample depends on no other, the last on all."""
 
@@ -499,8 +498,7 @@ def test_rows_of_a_batch_that_is_read_as_a_sequence_are_measured_alone():
         compare(Forgotten().double(), *data(5))
 
 
-@pytest.mark.parametrize("engine", ["auto", "per_sample"])
-def test_a_weight_that_is_held_elsewhere_too(engine):
+def test_a_weight_that_is_held_elsewhere_too():
     class Held(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -514,11 +512,7 @@ def test_a_weight_that_is_held_elsewhere_too(engine):
 
     torch.manual_seed(0)
     model, x, y = Held().double(), torch.randint(4, (5, 3)), torch.randint(4, (5,))
-    if engine == "per_sample":
-        with pytest.raises(ValueError, match=r"does not see all uses of 'table\.weight'"):
-            per_sample_squared_norms(model, x, y, labels="empirical", engine=engine)
-        return
-    with pytest.warns(TaskInfoWarning, match="take a backward pass for each"):
+    with pytest.warns(TaskInfoWarning, match="each sample takes a backward pass of its own"):
         compare(model, x, y)
 
 
@@ -535,29 +529,8 @@ def test_a_sparse_bag_of_embeddings():
     model, x, y = Bag().double(), torch.randint(6, (5, 3)), torch.randint(3, (5,))
     norms = per_sample_squared_norms(model, x, y, labels="empirical")
     model.bag.sparse = False
-    expected = per_sample_squared_norms(model, x, y, labels="empirical", engine="loop")
-    torch.testing.assert_close(norms, expected)
-
-
-def test_torch_func_serves_weights_whose_gradient_is_rounding():
-    """The bias of keys moves no attention: its gradient is zero but for rounding."""
-
-    class Keys(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.c = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            attention = (self.q(x) @ self.k(x).mT).softmax(-1)
-            return self.c(attention @ x)[:, -1]
-
-    for seed in range(8):
-        torch.manual_seed(seed)
-        model = Keys()
-        x, y = torch.randn(5, 6, 4), torch.randint(3, (5,))
-        norms = per_sample_squared_norms(model, x, y, labels="empirical", engine="per_sample")
-        expected = per_sample_squared_norms(model, x, y, labels="empirical", engine="loop")
-        torch.testing.assert_close(norms, expected)
+    rows = empirical(model, x, y)
+    torch.testing.assert_close(norms, sum(g.flatten(1).square().sum(1) for g in rows.values()))
 
 
 def test_a_hook_that_refuses_infinite_gradients_is_no_failure():

@@ -1,10 +1,11 @@
-"""A submodule with two names, as N-BEATS has it, is measured right and left as it was by every engine."""
+"""A submodule with two names, as N-BEATS has it, is measured right and left as it was."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo.fisher import fisher_diagonal, fisher_trace
+from tests.fisher.test_measure import empirical
 
 
 class TwoNames(nn.Module):
@@ -26,18 +27,16 @@ def net() -> TwoNames:
     return TwoNames().double()
 
 
-@pytest.mark.parametrize("engine", ["auto", "per_sample", "loop"])
-def test_the_parameters_stay_where_they_are(net, engine):
+def test_the_parameters_stay_where_they_are(net):
     before = dict(net.named_parameters(remove_duplicate=False))
-    fisher_trace(net, torch.randn(4, 3).double(), labels="exact", engine=engine)
+    fisher_trace(net, torch.randn(4, 3).double(), labels="exact")
     after = dict(net.named_parameters(remove_duplicate=False))
     assert after.keys() == before.keys()
     assert all(after[name] is p for name, p in before.items())
 
 
-@pytest.mark.parametrize("engine", ["auto", "per_sample"])
-def test_the_diagonal_is_that_of_one_sample_after_the_other(net, engine):
-    x = torch.randn(5, 3).double()
-    expected = fisher_diagonal(net, x, labels="exact", engine="loop")
-    found = fisher_diagonal(net, x, labels="exact", engine=engine)
-    torch.testing.assert_close(found, expected)
+def test_the_diagonal_is_that_of_one_sample_after_the_other(net):
+    x, y = torch.randn(5, 3).double(), torch.randint(3, (5,))
+    found = fisher_diagonal(net, x, y, labels="empirical")
+    for name, g in empirical(net, x, y).items():
+        torch.testing.assert_close(found[name], g.square().mean(0))

@@ -339,7 +339,6 @@ def test_refuses_a_head_that_does_not_get_one_row_a_sample(head):
         Task2Vec(network, head=head).embed(task(), name="a")
 
 
-@pytest.mark.filterwarnings("ignore:torch.func cannot run")
 def test_inputs_of_any_structure_and_a_model_with_logits():
     from tests.callbacks.hugging_face import Sentences, bert_classifier
 
