@@ -42,11 +42,11 @@ def floor(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
     return lambda: F.cross_entropy(model(x), y).backward()
 
 
-def ours(engine: str) -> dict[str, Builder]:
-    """One engine of this package."""
+def ours(**size: int) -> dict[str, Builder]:
+    """This package."""
 
     def through(function: Callable[..., Result], **options: str) -> Builder:
-        return lambda model, x, y: lambda: function(model, x, y, engine=engine, **options)
+        return lambda model, x, y: lambda: function(model, x, y, **size, **options)
 
     return {
         "trace": through(fisher.fisher_trace, labels="empirical"),

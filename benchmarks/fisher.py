@@ -43,7 +43,7 @@ PACKAGES = {  # contender -> module, distribution
     "laplace-torch": ("laplace", "laplace-torch"),
     "ASDL": ("asdl", "asdfghjkl"),
 }
-LOOPS = ("loop engine", "batch-of-one loop")
+LOOPS = ("one by one", "batch-of-one loop")
 FINE_TUNED = "fine-tuned"
 
 

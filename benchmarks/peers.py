@@ -187,9 +187,8 @@ def asdl_diagonal(fisher_type: str) -> Builder:
 
 
 CONTENDERS: dict[str, dict[str, Builder]] = {
-    "auto": ours("auto"),
-    "per_sample": ours("per_sample"),
-    "loop engine": ours("loop"),
+    "auto": ours(),
+    "one by one": ours(chunk_size=1),
     "torch.func": by_gradients(vmapped) | {"exact": over_classes(vmapped)},
     "BackPACK": BACKPACK,
     "nngeometry": {

@@ -8,7 +8,7 @@ TITLES = {
     "exact": "Diagonal, exact over 10 classes",
     "gram": "Gram matrix of 100 samples",
 }
-OURS = ("auto", "per_sample", "loop engine")
+OURS = ("auto", "one by one", "per_sample", "loop engine")
 GOALS = {  # quantity -> network -> samples, ratio
     "trace": {
         "mlp": (512, 0.75),

@@ -205,9 +205,8 @@ class TrainStepNorms(Probe):
     Losses can be read for cross-entropy, binary cross-entropy and squared errors of torch, which
     Hugging Face models use, too. Norms can be read of every network in which it can be shown which
     sample each row belongs to, by a few more backward passes over the first step, and over every
-    step of a network that moves rows by their values. They are read with gradient checkpointing,
-    too, unless it is reentrant or selective; the inputs of layers are then computed once more, and
-    kept in memory until they have been read. What cannot be read is said at the first step.
+    step of a network that moves rows by their values. They are not read under gradient
+    checkpointing. What cannot be read is said at the first step.
 
     Args:
         every_n_steps: Optimizer steps between two values that are logged; a shorter training logs

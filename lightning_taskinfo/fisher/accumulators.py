@@ -219,21 +219,14 @@ def _multiplied(features: Features) -> Features:
 
 
 def inner_products(x: Tensor) -> Tensor:
-    """Return ``x xᵀ`` in float64, from products of a block of columns at a time; one of its corners is mirrored."""
+    """Return ``x xᵀ`` in float64, from products of a block of columns at a time."""
     n = len(x)
-    half = n // 2
-    whole = x.shape[1] // COLUMNS * COLUMNS
-    rest = x[:, whole:]
-    gram = (rest @ rest.T).double()
+    gram = x.new_zeros(n, n, dtype=torch.float64)
     step = COLUMNS * max(1, BLOCK // n**2)  # of columns whose products are held at once
-    for start in range(0, whole, step):
-        stop = min(start + step, whole)
-        columns = x[:, start:stop]
-        blocks = columns.unflatten(1, (-1, COLUMNS)).transpose(0, 1)
-        for first, last in ((0, half), (half, n)):
-            some = blocks[:, first:last]
-            rest = blocks[:, first:]
-            products = torch.bmm(some, rest.mT)
-            gram[first:last, first:] += products.sum(0, dtype=torch.float64)
-    gram[half:, :half] = gram[:half, half:].T
+    for columns in x.split(step, dim=1):
+        whole = columns.shape[1] // COLUMNS * COLUMNS
+        blocks = columns[:, :whole].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
+        gram += torch.bmm(blocks, blocks.mT).sum(0, dtype=torch.float64)
+        rest = columns[:, whole:]
+        gram += rest @ rest.T
     return gram

@@ -101,6 +101,18 @@ class Graph:
                 return "nested tensors"
         return ""
 
+    @property
+    def repacked(self) -> bool:
+        """Whether the tensors that operations have saved are computed or fetched later, as by checkpointing."""
+        for node in self.nodes:
+            kind: Any = type(node)
+            for name in _saved_names(kind):
+                value = getattr(node, name)
+                several = value if isinstance(value, tuple | list) else [value]
+                if any(getattr(x, "unpack_hook", None) is not None for x in several):
+                    return True
+        return False
+
     @cached_property
     def consumers(self) -> dict[int, list[tuple[int, int, int]]]:
         """By operation: who uses its output, at which place, and which of its outputs."""
@@ -211,6 +223,11 @@ def _settings_names(kind: Any) -> list[str]:
     return sorted(
         name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names
     )
+
+
+@cache
+def _saved_names(kind: Any) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def _reached(

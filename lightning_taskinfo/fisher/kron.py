@@ -21,7 +21,8 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +36,10 @@ from lightning_taskinfo._observe import (
     parts,
     trainable_parameters,
 )
-from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.fisher.measure import Request, measure
 from lightning_taskinfo.fisher.ops import Conv, Embedding, Product, as_places, blocks
 from lightning_taskinfo.fisher.terms import Gradients
 
-KroneckerEngine: TypeAlias = Literal["auto", "backpack", "own"]
-ENGINES = ("auto", "backpack", "own")
 MAX_SIDE = 8192  # of a factor that is kept as a whole: half a gigabyte in float64
 
 
@@ -129,10 +127,6 @@ class Sums:
             add_gram(self.columns, G.flatten(0, 1))
             self.squares += G.square().sum()
 
-    def mixed(self) -> bool:
-        """Whether products were added for some samples, and whole gradients for others."""
-        return bool(self.places) and bool(self.squares)
-
     def means(self, n: float) -> tuple[Tensor, Tensor | None]:
         """Return the factors of rows and of columns, for sums over ``n`` samples."""
         if not len(self.columns):
@@ -147,16 +141,9 @@ class KroneckerSums:
 
     Args:
         model: The network whose trainable parameters are measured.
-        max_side: The longest side of a factor that is kept as a whole.
-        whole: Parameters whose factors are made of the gradients of single samples in any case.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        max_side: int = MAX_SIDE,
-        whole: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, model: nn.Module) -> None:
         parameters = trainable_parameters(model)
         if not parameters:
             raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
@@ -167,10 +154,9 @@ class KroneckerSums:
             side: int,
             diagonal: bool = False,
         ) -> Tensor:
-            is_vector = diagonal or side > max_side
+            is_vector = diagonal or side > MAX_SIDE
             return like.new_zeros([side] if is_vector else [side, side])
 
-        self.whole = whole
         self.by_name: dict[str, Sums] = {}
         self._read: set[tuple[str, int]] = set()
         for name, p in parameters.items():
@@ -194,7 +180,7 @@ class KroneckerSums:
     ) -> None:
         """Add the gradients of a parameter, for some samples and scores."""
         sums = self.by_name[name]
-        part = None if name in self.whole else _only_product(found, sums)
+        part = _only_product(found, sums)
         if part is None:
             for _, gradients in found.formed():
                 sums.add_gradients(gradients)
@@ -220,10 +206,6 @@ class KroneckerSums:
             add_gram(of_inputs, a)
             sums.places += len(a)
 
-    def mixed(self) -> frozenset[str]:
-        """Return the parameters that got products for some samples and whole gradients for others."""
-        return frozenset(name for name, sums in self.by_name.items() if sums.mixed())
-
     def summed(self, over_processes: Callable[[Tensor], Tensor]) -> "KroneckerSums":
         """Return the sums of all processes, by a function that adds up the tensors that each of them has."""
         whole = copy.copy(self)
@@ -238,9 +220,6 @@ def kronecker_factors(
     model: nn.Module,
     inputs: Any,
     targets: Tensor | None = None,
-    *,
-    engine: KroneckerEngine = "auto",
-    max_side: int = MAX_SIDE,
     **options: Any,
 ) -> dict[str, KroneckerFactors]:
     r"""Kronecker factors of the Fisher information for every trainable parameter, means over samples.
@@ -251,7 +230,9 @@ def kronecker_factors(
     for a linear layer or a convolution. It is applied at :math:`T` places of a sample, such as tokens or output
     positions; :math:`a_{nt}` is its input there (of a convolution, the patch) and :math:`b_{nt}` the score's gradient
     by its output. This is KFAC, KFC for convolutions and KFAC-expand for sequences. It equals :math:`F_W` where inputs,
-    gradients and places are independent, e.g. for one sample with one place.
+    gradients and places are independent, e.g. for one sample with one place. BackPACK computes the factors where it is
+    installed and serves the network, an ``nn.Sequential`` of linear, convolution, activation and pooling layers. Our
+    own are the same.
 
     Other parameters:
 
@@ -265,19 +246,15 @@ def kronecker_factors(
         model: Any module; its parameters with ``requires_grad=True`` are measured.
         inputs: A batch of ``N`` inputs: a tensor ``[N, ...]``, or tuples, lists and dicts of them.
         targets: The dataset's labels; needed for ``labels="empirical"``, otherwise they only say what to ignore.
-        engine: ``"backpack"`` for BackPACK, which serves an ``nn.Sequential`` of linear, convolution, activation and
-            pooling layers; ``"own"`` for any network; ``"auto"`` takes BackPACK where it is installed and serves the
-            network. Both give the same factors.
-        max_side: Of a factor with a longer side than this, such as that of a vocabulary, only the diagonal is kept.
         **options: The other arguments of :func:`~lightning_taskinfo.fisher.fisher_trace`. Labels are drawn from the
             model by default (KFAC); ``labels="exact"`` is KFLR.
 
     Returns:
-        The factors by parameter name.
+        The factors by parameter name. Of a factor with a side above 8192, such as that of a vocabulary, only the
+        diagonal is kept.
 
     Raises:
-        ValueError: If an argument is out of its range, or BackPACK is asked for and does not serve the network.
-        ModuleNotFoundError: If BackPACK is asked for and is not installed.
+        ValueError: If an argument is out of its range, or samples are served in different ways.
 
     Example:
         >>> x = torch.tensor([[1.0, 0.0], [3.0, 0.0]])
@@ -291,8 +268,7 @@ def kronecker_factors(
         Martens, *A Kronecker-factored approximate Fisher matrix for convolution layers*, ICML 2016; Eschenhagen et al.,
         *Kronecker-factored approximate curvature for modern neural network architectures*, NeurIPS 2023.
     """
-    request = Request(**options)
-    sums = kronecker_sums(model, inputs, targets, request, engine=engine, max_side=max_side)
+    sums = kronecker_sums(model, inputs, targets, Request(**options))
     return as_factors(sums, sample_count(inputs))
 
 
@@ -301,9 +277,6 @@ def kronecker_sums(
     inputs: Any,
     targets: Tensor | None,
     request: Request,
-    *,
-    engine: KroneckerEngine = "auto",
-    max_side: int = MAX_SIDE,
 ) -> KroneckerSums:
     """Return the sums over samples that factors are made of; those of several batches add up.
 
@@ -312,31 +285,12 @@ def kronecker_sums(
         inputs: A batch of inputs.
         targets: The dataset's labels, or None.
         request: How to measure.
-        engine: Who computes them.
-        max_side: The longest side of a factor that is kept as a whole.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
-    check_counts(max_side=max_side)
-    if engine != "own":
-        generator = request.generator
-        state = None if generator is None else generator.get_state()
-        sums = KroneckerSums(model, max_side)
-        try:
-            _add_by_backpack(sums, model, inputs, targets, request.again())
-            return sums
-        except (NotCoveredError, ModuleNotFoundError):
-            if engine == "backpack":
-                raise
-        if generator is not None and state is not None:
-            generator.set_state(state)  # so that the labels of the first chunks are drawn again
-    sums = KroneckerSums(model, max_side)
-    measure(model, inputs, targets, request.again(), sums)
-    mixed = sums.mixed()
-    if mixed:
-        # Some samples had to take a slower engine, which only knows whole gradients: take those of all samples.
-        sums = KroneckerSums(model, max_side, whole=mixed)
-        measure(model, inputs, targets, request.again(), sums)
+    sums = KroneckerSums(model)
+    if _backpack_covers(model, inputs, request):
+        _add_by_backpack(sums, model, inputs, targets, request)
+    else:
+        measure(model, inputs, targets, request, sums)
     return sums
 
 
@@ -347,16 +301,17 @@ def as_factors(
     """Return the factors by parameter name, from sums over ``n`` samples.
 
     Raises:
-        ValueError: If the samples of a parameter were served in different ways on different processes.
+        ValueError: If the samples of a parameter were served in different ways.
     """
-    mixed = sums.mixed()
-    if mixed:
-        raise ValueError(
-            f"Kronecker factors of {min(mixed)!r} are of different kinds in different batches, as where only some of "
-            "them are sorted or routed; measure the diagonal instead."
-        )
     factors: dict[str, KroneckerFactors] = {}
     for name, found in sums.by_name.items():
+        if (
+            found.places and found.squares
+        ):  # products of some samples, and whole gradients of others
+            raise ValueError(
+                f"Kronecker factors of {name!r} are of different kinds in different batches, as where only some of "
+                "them are sorted or routed; measure the diagonal instead."
+            )
         rows, columns = found.means(n)
         factors[name] = KroneckerFactors(rows, columns)
     return factors
@@ -440,7 +395,7 @@ def _eigen(factor: Tensor) -> tuple[Tensor, Tensor | None]:
 
 # --- What BackPACK computes for us: Kronecker factors of chains of layers
 
-# Layers whose Kronecker factors BackPACK has, or through which it can pass them on.
+# Layers whose Kronecker factors BackPACK has, or through which it can pass them on, with these options.
 KNOWN = (
     nn.Linear,
     nn.Conv1d,
@@ -450,42 +405,59 @@ KNOWN = (
     nn.Sigmoid,
     nn.Tanh,
     nn.MaxPool2d,
-    nn.AvgPool2d,
-    nn.ZeroPad2d,
     nn.Flatten,
     nn.Dropout,
-    nn.Identity,
 )
-USUAL = {"padding_mode": "zeros", "groups": 1, "inplace": False}  # options that it knows
+USUAL = {
+    "padding_mode": "zeros",
+    "groups": 1,
+    "inplace": False,
+    "return_indices": False,
+    "start_dim": 1,
+    "end_dim": -1,
+}
 
 
-class NotCoveredError(ValueError):
-    """BackPACK cannot serve this network."""
+def _backpack_covers(
+    model: nn.Module,
+    inputs: Any,
+    request: Request,
+) -> bool:
+    """Whether BackPACK is there, and a network is known to be a chain of layers that it serves, on a tensor.
 
-    def __init__(self, why: object) -> None:
-        super().__init__(f"`engine='backpack'` does not serve this model: {why}; use 'auto'.")
+    BackPACK finds what it passes backwards by the memory address of tensors, and would not notice an operation in
+    place, or a view, between two layers.
+    """
+    usable = isinstance(inputs, Tensor) and inputs.is_floating_point()
+    if find_spec("backpack") is None or request.forward_fn is not None or not usable:
+        return False
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return False
+    layers = _layers(model)
+    axes = inputs.dim()
+    for _, layer in layers:
+        usual = all(getattr(layer, key, value) == value for key, value in USUAL.items())
+        if type(layer) not in KNOWN or not usual or isinstance(getattr(layer, "padding", 0), str):
+            return False
+        if isinstance(layer, nn.Flatten):
+            axes = 2
+        if isinstance(layer, nn.Linear) and axes != 2:  # on sequences
+            return False
+    owned = [p for _, layer in layers for p in layer.parameters()]
+    tied = len({*owned}) < len(owned)
+    return not tied and all(p.requires_grad for p in owned)
 
 
 def _add_by_backpack(
     sums: KroneckerSums,
     model: nn.Module,
-    inputs: Any,
+    inputs: Tensor,
     targets: Tensor | None,
     request: Request,
 ) -> None:
-    """Let BackPACK pass the output scores backwards, chunk by chunk, and add what it finds for each parameter.
+    """Let BackPACK pass the output scores backwards, chunk by chunk, and add what it finds for each parameter."""
+    from backpack import backpack, extend
 
-    Raises:
-        NotCoveredError: If BackPACK does not serve the network.
-        ModuleNotFoundError: If BackPACK is not installed.
-    """
-    try:
-        from backpack import backpack, extend
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "Install BackPACK for this: `pip install lightning-taskinfo[backpack]`."
-        ) from error
-    _check_chain(model, inputs, request)
     step = request.chunk_size or 128
     loss = extend(nn.MSELoss(reduction="sum"))
     with observing(model), full_precision(parts(model)):
@@ -498,18 +470,13 @@ def _add_by_backpack(
             for name, layer in chain:
                 outputs = layer(outputs)
                 places[name] = n * outputs.shape[2:].numel()
-                if isinstance(layer, nn.Linear) and outputs.dim() != 2:
-                    raise NotCoveredError(f"{name!r} is applied to sequences")
             of_chunk = None if targets is None else targets[chunk]
             counted = False  # whether the inputs are
             for scores, last in request.scores(outputs, of_chunk):
                 extension = _factors_from(torch.stack(scores))  # a new one: it keeps what it passes
-                try:
-                    with backpack(extension, retain_graph=not last):
-                        value = loss(outputs, torch.zeros_like(outputs))
-                        value.backward(retain_graph=not last)
-                except (AssertionError, AttributeError, IndexError, RuntimeError) as error:
-                    raise NotCoveredError(error) from error
+                with backpack(extension, retain_graph=not last):
+                    value = loss(outputs, torch.zeros_like(outputs))
+                    value.backward(retain_graph=not last)
                 for name, layer in chain:
                     for key, p in trainable_parameters(layer).items():
                         rows, *columns = getattr(p, extension.savefield)
@@ -523,28 +490,6 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the layers of a chain in their order, one that is there twice both times."""
     modules = model.named_modules(remove_duplicate=False)
     return [(name, layer) for name, layer in modules if type(layer) is not nn.Sequential]
-
-
-def _check_chain(
-    model: nn.Module,
-    inputs: Any,
-    request: Request,
-) -> None:
-    """Raise a ``NotCoveredError`` unless a network is known to be a chain of layers that BackPACK knows.
-
-    BackPACK finds what it passes backwards by the memory address of tensors, and would not notice an operation in
-    place, or a view, between two layers.
-    """
-    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or request.forward_fn:
-        raise NotCoveredError("only the network itself, on a tensor of numbers")
-    layers = _layers(model)
-    owned = [id(p) for _, layer in layers for p in layer.parameters()]
-    if len({*owned}) < len(owned):
-        raise NotCoveredError("weights are tied")
-    for name, layer in layers:
-        usual = all(getattr(layer, key, value) == value for key, value in USUAL.items())
-        if type(layer) not in KNOWN or not usual or isinstance(getattr(layer, "padding", 0), str):
-            raise NotCoveredError(f"{name!r} is {layer}")
 
 
 def _factors_from(scores: Tensor) -> Any:

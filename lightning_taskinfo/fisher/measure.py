@@ -63,7 +63,7 @@ from lightning_taskinfo.fisher.accumulators import Accumulator, Diagonal, Norms
 from lightning_taskinfo.fisher.graph import Graph, Signature, pulled_back
 from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.fisher.proof import Plan, Plans, Prover, plan_of_one
-from lightning_taskinfo.fisher.terms import Arrivals, Gradients, backward
+from lightning_taskinfo.fisher.terms import Gradients, backward
 from lightning_taskinfo.functional.likelihood import (
     Labels,
     Likelihood,
@@ -391,10 +391,9 @@ class Measurement:
                 p.grad = None
                 plan.unshown[name] = "a use that autograd does not see"
         if self.sharded:  # what is computed from a weight has no graph once the weight is a shard
-            for found in Arrivals(graph, plan, print).waiting.values():
-                for one in found:
-                    if one.needs_graph:
-                        plan.unshown[one.name] = "a weight that is computed from it"
+            for at in plan.places:
+                if at.way is None:
+                    plan.unshown |= dict.fromkeys(at.names, "a weight that is computed from it")
             return plan
         return self.known.plans.keep(plan)
 

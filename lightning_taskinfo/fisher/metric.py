@@ -1,24 +1,16 @@
 """The Fisher information of all samples that batches and processes have seen."""
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
 from torchmetrics import Metric
 
-from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters
+from lightning_taskinfo._observe import observing
 from lightning_taskinfo.fisher.accumulators import TraceSums
-from lightning_taskinfo.fisher.measure import (
-    Forward,
-    Request,
-    number_of_samples,
-    squared_gradients_by_name,
-    squared_norms_by_name,
-)
+from lightning_taskinfo.fisher.measure import Forward, Request, squared_norms_by_name
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 
 
@@ -28,21 +20,19 @@ class FisherEstimate(NamedTuple):
     Attributes:
         trace: Trace of the Fisher information, a mean over samples; a float64 scalar.
         standard_error: Standard error of the trace over samples, NaN where it is not estimable: for
-            one sample, or when only the diagonal was accumulated.
+            one sample.
         samples: Number of samples.
         layers: Trace by the module that owns the parameters; they add up to ``trace``.
-        diagonal: Diagonal by parameter name, shaped like the parameters; empty unless asked for.
     """
 
     trace: Tensor
     standard_error: Tensor
     samples: Tensor
     layers: dict[str, Tensor]
-    diagonal: ParamDict
 
 
 class FisherInformation(Metric):
-    r"""Trace or diagonal of the Fisher information over batches and processes.
+    r"""Trace of the Fisher information over batches and processes, with its standard error.
 
     .. math:: \operatorname{tr} F(w) = \frac1N \sum_n \mathbb{E}_{y \sim p_w(\cdot|x_n)} \|\nabla_w \log p_w(y|x_n)\|^2
 
@@ -52,7 +42,6 @@ class FisherInformation(Metric):
     shape.
 
     Args:
-        quantity: ``"trace"`` with its standard error, or ``"diagonal"``.
         labels: Whose labels: ``"sampled"`` from the model, ``"exact"`` expectation over them, or
             ``"empirical"``.
         likelihood: What the outputs mean, see :func:`~lightning_taskinfo.fisher.fisher_trace`.
@@ -75,12 +64,10 @@ class FisherInformation(Metric):
     full_state_update = False
 
     total: Tensor
-    count: Tensor
 
     def __init__(
         self,
         *,
-        quantity: Literal["trace", "diagonal"] = "trace",
         labels: Labels = "sampled",
         likelihood: str | Likelihood = "categorical",
         mc_samples: int = 1,
@@ -90,18 +77,14 @@ class FisherInformation(Metric):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if quantity not in ("trace", "diagonal"):
-            raise ValueError(f"`quantity` must be one of trace, diagonal, got {quantity!r}.")
-        self.quantity = quantity
         self.seed = seed
         self.drawn = 0
         self.request = Request(labels, likelihood, mc_samples, None, chunk_size, forward_fn)
-        self.shapes: dict[str, torch.Size] = {}
+        self.names: list[str] = []
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
-        # A vector from the first update on: `TraceSums.sums`, or the squares of all weights'
-        # gradients.
-        self.add_state("total", zero, dist_reduce_fx="sum")
-        self.add_state("count", zero.clone(), dist_reduce_fx="sum")
+        self.add_state(
+            "total", zero, dist_reduce_fx="sum"
+        )  # from the first update on `TraceSums.sums`
 
     def update(
         self,
@@ -112,8 +95,8 @@ class FisherInformation(Metric):
         """Add the samples of a batch.
 
         Args:
-            model: The model to measure; its trainable parameters must keep their names and shapes
-                between updates.
+            model: The model to measure; its trainable parameters must keep their names between
+                updates.
             inputs: A batch of inputs, ``[N, ...]``, or one of Hugging Face with its labels;
                 ``N = 0`` adds nothing.
             targets: The dataset's labels ``[N, ...]``; needed for ``labels="empirical"``.
@@ -122,19 +105,12 @@ class FisherInformation(Metric):
             ValueError: If the parameters are not those of the first update, and as for
                 ``fisher_trace``.
         """
-        shapes = {name: p.shape for name, p in trainable_parameters(model).items()}
-        self._remember(shapes)
         request = self._seeded(next(model.parameters()).device)
         with observing(model):
-            if self.quantity == "trace":
-                norms = squared_norms_by_name(model, inputs, targets, request)
-                sums = self.total.new_tensor(TraceSums.of(norms).sums)
-            else:
-                squares = squared_gradients_by_name(model, inputs, targets, request)
-                parts = [part.flatten() for part in squares.values()]
-                sums = torch.cat(parts).to(self.total)
-        self.total = self.total + sums
-        self.count = self.count + number_of_samples(inputs)
+            norms = squared_norms_by_name(model, inputs, targets, request)
+        found = TraceSums.of(norms)
+        self._remember(found.names)
+        self.total = self.total + self.total.new_tensor(found.sums)
 
     def _seeded(self, device: torch.device) -> Request:
         """Return the request with a generator for this update on this process."""
@@ -146,52 +122,28 @@ class FisherInformation(Metric):
     def compute(self) -> FisherEstimate:
         """Return the estimate from the samples of all processes."""
         scalar = self.total.new_tensor
-        samples = self.count.long()
+        samples = self.total.flatten()[-1].long()
         if not samples:
-            unknown = scalar(math.nan)
-            return FisherEstimate(unknown, unknown.clone(), samples, {}, {})
-        sums = self.total.tolist()
-        diagonal: ParamDict = {}
-        if self.quantity == "diagonal":
-            sizes = [shape.numel() for shape in self.shapes.values()]
-            parts = self.total.split(sizes)
-            for name, part in zip(self.shapes, parts, strict=True):
-                diagonal[name] = part.view(self.shapes[name]) / self.count
-            of_parameters = [part.sum().item() for part in parts]
-            sums = [*of_parameters, math.nan, self.count.item()]  # without an error
-        trace, error, layers = TraceSums([*self.shapes], sums).compute()
+            return FisherEstimate(scalar(math.nan), scalar(math.nan), samples, {})
+        trace, error, layers = TraceSums(self.names, self.total.tolist()).compute()
         by_layer = {layer: scalar(part) for layer, part in layers.items()}
-        return FisherEstimate(scalar(trace), scalar(error), samples, by_layer, diagonal)
+        return FisherEstimate(scalar(trace), scalar(error), samples, by_layer)
 
     def merge_state(self, incoming_state: "dict[str, Any] | Metric") -> None:
         """Add the samples of another metric, which may be the first ones.
 
         Args:
-            incoming_state: A ``FisherInformation`` of the same quantity and model, or its
-                ``metric_state``.
+            incoming_state: A ``FisherInformation`` of the same model, or its ``metric_state``.
         """
         if isinstance(incoming_state, FisherInformation):
-            self._remember(incoming_state.shapes or self.shapes)
+            self._remember(incoming_state.names or self.names)
         super().merge_state(incoming_state)
         self._computed = None
 
-    def _wrap_compute(self, compute: Callable[[], FisherEstimate]) -> Callable[[], FisherEstimate]:
-        squeezing = super()._wrap_compute(compute)  # makes scalars of all tensors with one element
-
-        @functools.wraps(compute)
-        def shaped() -> FisherEstimate:
-            estimate = squeezing()
-            diagonal: ParamDict = {}
-            for name, part in estimate.diagonal.items():
-                diagonal[name] = part.view(self.shapes[name])
-            return estimate._replace(diagonal=diagonal)
-
-        return shaped
-
-    def _remember(self, shapes: dict[str, torch.Size]) -> None:
-        if self.shapes and shapes != self.shapes:
-            changed = sorted({name for name, _ in shapes.items() ^ self.shapes.items()})
+    def _remember(self, names: list[str]) -> None:
+        if self.names and names != self.names:
+            changed = sorted({*names} ^ {*self.names})
             raise ValueError(
                 f"`model` must have the trainable parameters of the first update, got others: {changed}."
             )
-        self.shapes = shapes
+        self.names = names

@@ -99,19 +99,13 @@ class Use:
         """Return the gradients of some samples, ``[n, *shape]``, from arranged ones of all."""
         raise NotImplementedError
 
-    def norms(self, scores: Scores) -> Tensor:
-        """Return the squared norm of each sample's gradient, summed over scores, shape ``[N]``."""
-        return sum_of_norms(self.formed(scores))
+    def norms(self, scores: Scores) -> Tensor | None:
+        """Return the squared norm of each sample's gradient, summed over scores, ``[N]``; None if it must be formed."""
+        return None
 
-    def diagonal(self, scores: Scores) -> Tensor:
-        """Return the squared gradients, summed over samples and scores, shaped like the weight."""
-        return sum_of_squares(g for _, g in self.formed(scores))
-
-    def formed(self, scores: Scores) -> Formed:
-        """Yield a few samples, and their gradients for one score after the other."""
-        for samples in blocks(len(scores[0]), self.elements):
-            for b in scores:
-                yield samples, self.gradients(b, samples)
+    def diagonal(self, scores: Scores) -> Tensor | None:
+        """Return the squared gradients, summed over samples and scores, shaped like the weight; None likewise."""
+        return None
 
     @property
     def elements(self) -> int:
@@ -181,16 +175,16 @@ class Product(Use):
         gradients = b[samples].mT @ self.of(samples)
         return self._turned(gradients).reshape(-1, *self.shape)
 
-    def norms(self, scores: Scores) -> Tensor:
+    def norms(self, scores: Scores) -> Tensor | None:
         norms = []
         for some in blocks(len(scores[0]), self.copied):
             a = self.of(some)
             norms.append(total(product_norms(b[some], a) for b in scores))
         return torch.cat(norms)
 
-    def diagonal(self, scores: Scores) -> Tensor:
+    def diagonal(self, scores: Scores) -> Tensor | None:
         if self.grouped or scores[0].shape[1] != 1:
-            return super().diagonal(scores)
+            return None
         of_outputs = total(b[:, 0].square() for b in scores)
         of_inputs = self.of(slice(None))[:, 0].square()
         squares = of_outputs.T @ of_inputs  # of one row: (b aᵀ)² = b² (a²)ᵀ
@@ -527,9 +521,7 @@ class Embedding(Use):
         return (first.unsqueeze(1) + tokens).flatten()
 
 
-def _embedding(at: Weight) -> Use | None:
-    if at.node._saved_scale_grad_by_freq:
-        return None
+def _embedding(at: Weight) -> Use:
     padding = at.node._saved_padding_idx
     if not 0 <= padding < shape_of(at.source)[0]:  # -1, or that as an unsigned number
         padding = None

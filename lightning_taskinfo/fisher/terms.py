@@ -4,15 +4,14 @@ The gradient of a use's weight is pulled back to the parameter that it was compu
 only moved entries, squares can be pulled back instead of gradients, and norms stay as they are.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from lightning_taskinfo._observe import at_least_float32
 from lightning_taskinfo.fisher.graph import (
@@ -92,8 +91,9 @@ class OfUses(Gradients):
 
     def norms(self) -> Tensor:
         (use, scores), *others = self.parts
-        if not others and use.at.way is not None:
-            return use.norms(scores)
+        quick = None if others or use.at.way is None else use.norms(scores)
+        if quick is not None:
+            return quick
         kinds: dict[type, Any] = {
             type(use): (use, scores) for use, scores in self.parts if use.joint is not None
         }
@@ -103,9 +103,8 @@ class OfUses(Gradients):
 
     def diagonal(self) -> Tensor:
         (use, scores), *others = self.parts
-        if others or use.at.way is None:
-            return super().diagonal()
-        return self._pulled(use, use.diagonal(scores)[None])[0]
+        quick = None if others or use.at.way is None else use.diagonal(scores)
+        return super().diagonal() if quick is None else self._pulled(use, quick[None])[0]
 
     def one_product(self) -> tuple[Tensor, Tensor] | None:
         (use, (b, *_)), *others = self.parts
@@ -157,7 +156,7 @@ def _tied_norms(
     As of a table that is a language model's head as well. Beside the norms of both there is twice
     :math:`l_s[x_t]\,(r_s \cdot v_t)` of all pairs of positions.
     """
-    norms = [product.norms(dense), table.norms(lookups)]
+    norms: list[Any] = [product.norms(dense), table.norms(lookups)]
     for b, v in zip(dense, lookups, strict=True):
         left, right = product.left_and_right(b, product.a)
         tokens = table.a.unsqueeze(1).expand(-1, left.shape[1], -1)
@@ -228,7 +227,6 @@ class Arrivals:
         graph: The graph.
         plan: Where its uses are.
         receive: What takes the gradients of a parameter, after its name.
-        without: Parameters that are not measured.
         chosen: The samples that are measured, if not all.
         training: Whether the backward pass is that of a training, which takes away the whole graph.
     """
@@ -239,16 +237,13 @@ class Arrivals:
         plan: Plan,
         receive: Callable[[str, Gradients], None],
         *,
-        without: Set[str] = frozenset(),
         chosen: slice | None = None,
         training: bool = False,
     ) -> None:
         self.receive = receive
         self.waiting: dict[int, list[Pending]] = {}  # by operation
-        left_out = without | plan.unshown.keys()
-        places = [at for at in plan.places if not at.names <= left_out]
         weights = []
-        for at in places:
+        for at in plan.places:
             rows = at.rows if chosen is None else replace(at.rows, chosen=chosen)
             node = graph.nodes[at.number]
             weights.append(Weight(node, at.place, graph.edge(*at.source), rows, at.way))
@@ -258,15 +253,11 @@ class Arrivals:
         def read_all() -> None:
             uses.extend(map(read, weights))
 
-        if any(unpack_hooks(weight.node) for weight in weights):
-            # Checkpointing computes what was saved again: once for all that is read in one pass.
-            inside_a_pass(read_all)
-        else:
-            read_all()
+        inside_a_pass(read_all)  # what checkpointing has to compute again is computed once
         self.runs_again = any(isinstance(use, Other) for use in uses)  # an operation, later
         pending: dict[str, Pending] = {}
-        for at, use in zip(places, uses, strict=True):
-            for name in at.names - left_out:
+        for at, use in zip(plan.places, uses, strict=True):
+            for name in at.names:
                 if name not in pending:
                     pending[name] = Pending(name, graph.edge(graph.leaves[name]))
                 pending[name].waiting.setdefault(at.number, []).append(use)
@@ -307,7 +298,6 @@ def backward(
     scores: list[Tensor],
     receive: Callable[[str, Gradients], None],
     *,
-    without: Set[str] = frozenset(),
     retain_graph: bool = True,
 ) -> None:
     """Backpropagate scores of the outputs to the uses of weights.
@@ -320,10 +310,9 @@ def backward(
         plan: Where its uses are.
         scores: The scores, each shaped like the outputs.
         receive: What takes the gradients of a parameter, after its name.
-        without: Parameters that are not measured.
         retain_graph: Whether other scores will follow.
     """
-    arrivals = Arrivals(graph, plan, receive, without=without)
+    arrivals = Arrivals(graph, plan, receive)
     waiting = [*arrivals.waiting]
     if not waiting:
         return
@@ -351,21 +340,3 @@ def backward(
         arrivals.add_one(operation, (b,))
     for operation in [*arrivals.waiting]:  # no gradient has come by
         arrivals.add(operation, None)
-
-
-# --- What has been put in the place of tensors that operations have saved, as by checkpointing
-
-
-def unpack_hooks(node: Node) -> list[Any]:
-    """Return what computes or fetches the tensors that an operation has saved, where something does."""
-    hooks = []
-    for name in _saved_names(type(node)):
-        value = getattr(node, name)
-        several = value if isinstance(value, tuple | list) else [value]
-        hooks += [getattr(x, "unpack_hook", None) for x in several]
-    return [hook for hook in hooks if hook is not None]
-
-
-@cache
-def _saved_names(kind: type) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_raw_saved_")]

@@ -7,7 +7,7 @@ gradient of its output give each sample's share of the weight gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
 
 from lightning_taskinfo._observe import ParamDict, at_least_float32
 from lightning_taskinfo._sharded import gathered_parameters
 from lightning_taskinfo.fisher.graph import Edge, Graph, shape_of
 from lightning_taskinfo.fisher.proof import Plan, Plans, Prover
-from lightning_taskinfo.fisher.terms import Arrivals, Gradients, unpack_hooks
+from lightning_taskinfo.fisher.terms import Arrivals, Gradients
 
 COPIED = 1 << 14  # numbers of a step that may be copied
 PLANS = 64  # kept of a training, as for sentences of different lengths
@@ -95,11 +94,14 @@ class StepRecorder:
             self.trained = trained
         try:
             graph = Graph(loss, self.parameters)
+            if graph.repacked:
+                raise ValueError(
+                    "what operations have saved is computed or fetched in the backward pass, as by checkpointing"
+                )
             for name in self.parameters:
                 if name not in graph.leaves:
                     raise ValueError(f"{name!r} was not used with gradients in the training step")
             plan = self.plans.find(graph, samples) or self._shown(graph, root, samples)
-            _check_saved([graph.nodes[at.number] for at in plan.places])
             chosen = slice(first, first + self.count)
             self.arrivals = Arrivals(graph, plan, self._add_norms, chosen=chosen, training=True)
             for operation in self.arrivals.waiting:
@@ -120,7 +122,6 @@ class StepRecorder:
         """Find where weights meet samples, and which sample each row belongs to, by a few backward passes."""
         if root is None or any("SyncBatchNorm" in type(node).__name__ for node in graph.nodes):
             raise ValueError("it cannot be shown which row belongs to which sample")
-        _check_saved(graph.nodes)
         with self._own_passes(), _without_statistics(graph):
             # What knows nothing of the samples need not be told from what depends on all: so does a
             # sample's loss.
@@ -233,29 +234,6 @@ def _without_statistics(graph: Graph) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _check_saved(nodes: list[Node]) -> None:
-    """Raise a ``ValueError`` if what operations have saved may allow one backward pass only.
-
-    Non-reentrant checkpointing computes it again, as often as one likes.
-    """
-    for node in nodes:
-        for hook in unpack_hooks(node):
-            frame = _enclosed(hook, "frame")
-            context = _enclosed(getattr(frame, "recompute_fn", None), "recompute_context")
-            if not isinstance(context, nullcontext):
-                raise ValueError("saved tensors are kept in a way that may allow one pass only")
-
-
-def _enclosed(
-    function: Any,
-    name: str,
-) -> Any:
-    """Return a variable that a function was made with; other ones may be gone."""
-    code = getattr(function, "__code__", None)
-    names = getattr(code, "co_freevars", ())
-    return function.__closure__[names.index(name)].cell_contents if name in names else None
 
 
 # --- The loss of each sample, and where the samples are in the graph

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_taskinfo.fisher import KroneckerFactors, fisher_diagonal, kronecker_factors
+from lightning_taskinfo.fisher import KroneckerFactors, fisher_diagonal, kron, kronecker_factors
 from lightning_taskinfo.fisher.kron import as_factors, kronecker_sums
 from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.functional.likelihood import Gaussian
@@ -182,16 +182,19 @@ def prepared(make: Callable) -> tuple[nn.Module, Tensor]:
     return model, inputs
 
 
+def serve(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let BackPACK compute the factors, or our own code."""
+    monkeypatch.setattr(kron, "_backpack_covers", lambda *_: way == "backpack")
+
+
 @pytest.mark.parametrize("chunk_size", [3, None])
 @pytest.mark.parametrize("name", [*CHAINS, *OTHERS])
-def test_factors_are_the_sums_that_define_them(name, chunk_size):
+def test_factors_are_the_sums_that_define_them(name, chunk_size, monkeypatch):
     model, inputs = prepared({**CHAINS, **OTHERS}[name])
     expected = by_place(model, inputs)
-    engines = ["own", "backpack"] if name in CHAINS else ["own", "auto"]
-    for engine in engines:
-        factors = kronecker_factors(
-            model, inputs, labels="exact", engine=engine, chunk_size=chunk_size
-        )
+    for way in ("own", "backpack") if name in CHAINS else ("own",):
+        serve(way, monkeypatch)
+        factors = kronecker_factors(model, inputs, labels="exact", chunk_size=chunk_size)
         assert factors.keys() == dict(model.named_parameters()).keys()
         for parameter, (rows, columns) in expected.items():
             if name == "padded" and parameter == "table.weight":
@@ -212,11 +215,12 @@ def test_padding_does_not_count_in_a_table():
 @pytest.mark.parametrize("labels", ["sampled", "exact", "empirical"])
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", Gaussian(std=0.3)], ids=str)
 @pytest.mark.parametrize("name", CHAINS)
-def test_backpack_and_our_own_factors_agree(name, labels, likelihood):
+def test_backpack_and_our_own_factors_agree(name, labels, likelihood, monkeypatch):
     model, inputs = prepared(CHAINS[name])
     targets = likelihood_targets(model(inputs), likelihood)
 
-    def factors(engine: str) -> dict[str, KroneckerFactors]:
+    def factors(way: str) -> dict[str, KroneckerFactors]:
+        serve(way, monkeypatch)
         return kronecker_factors(
             model,
             inputs,
@@ -225,7 +229,6 @@ def test_backpack_and_our_own_factors_agree(name, labels, likelihood):
             likelihood=likelihood,
             mc_samples=3,
             generator=torch.Generator().manual_seed(0),
-            engine=engine,
             chunk_size=4,
         )
 
@@ -255,12 +258,11 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("engine", ["own", "auto"])
 @pytest.mark.parametrize("name", EXACT)
-def test_one_sample_at_one_place_is_exact(name, engine):
+def test_one_sample_at_one_place_is_exact(name):
     """Also where several labels count: the input is the same for all of them."""
     model, inputs = prepared(EXACT[name])
-    factors = kronecker_factors(model, inputs[:1], labels="exact", engine=engine)
+    factors = kronecker_factors(model, inputs[:1], labels="exact")
     for parameter in dict(model.named_parameters()):
         torch.testing.assert_close(dense(factors[parameter]), block(model, inputs[:1], parameter))
 
@@ -351,7 +353,7 @@ def test_samples_of_another_kind_are_measured_by_their_whole_gradients():
     torch.manual_seed(1)
     model, inputs = Routed().double(), torch.randn(12, 5, dtype=torch.float64)
     inputs[:, 0] = inputs[:, 0].abs() * torch.tensor([1.0] * 6 + [-1.0] * 6)
-    factors = kronecker_factors(model, inputs, labels="exact", engine="own", chunk_size=6)
+    factors = kronecker_factors(model, inputs, labels="exact", chunk_size=6)
     torch.testing.assert_close(factors["a.bias"].rows, block(model, inputs, "a.bias"))
     kinds = [
         block(model, inputs, "a.weight").trace(),
@@ -360,11 +362,13 @@ def test_samples_of_another_kind_are_measured_by_their_whole_gradients():
     assert any(torch.isclose(factors["a.weight"].trace(), kind) for kind in kinds)
 
 
-@pytest.mark.parametrize("engine", ["own", "backpack"])
-def test_long_sides_keep_their_diagonal(engine):
+@pytest.mark.parametrize("way", ["own", "backpack"])
+def test_long_sides_keep_their_diagonal(way, monkeypatch):
+    serve(way, monkeypatch)
     model, inputs = prepared(CHAINS["mlp"])
-    whole = kronecker_factors(model, inputs, labels="exact", engine=engine)
-    short = kronecker_factors(model, inputs, labels="exact", engine=engine, max_side=4)
+    whole = kronecker_factors(model, inputs, labels="exact")
+    monkeypatch.setattr(kron, "MAX_SIDE", 4)
+    short = kronecker_factors(model, inputs, labels="exact")
     assert short["2.weight"].rows.shape == (20,)
     for name, factors in short.items():
         torch.testing.assert_close(factors.diagonals(), whole[name].diagonals())
@@ -386,11 +390,12 @@ def test_sampled_factors_are_unbiased_and_follow_the_generator():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("engine", ["own", "backpack"])
-def test_the_model_is_left_alone(engine):
+@pytest.mark.parametrize("way", ["own", "backpack"])
+def test_the_model_is_left_alone(way, monkeypatch):
+    serve(way, monkeypatch)
     model, inputs = prepared(CHAINS["mlp"])
     model.train()
-    kronecker_factors(model, inputs, engine=engine)
+    kronecker_factors(model, inputs)
     assert model.training
     assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
     assert all(p.grad is None and not hasattr(p, "kflr") for p in model.parameters())
@@ -442,52 +447,33 @@ NOT_CHAINS = {
     "norm": nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)),
     "twice": nn.Sequential(*[nn.Linear(4, 4)] * 2),
     "raw": networks.Raw(),
+    "sequence": nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 4), nn.Flatten()),
+    "hooked": nn.utils.weight_norm(nn.Linear(4, 4)),
+    "frozen": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)),
 }
 
 
 @pytest.mark.parametrize("name", NOT_CHAINS)
-def test_backpack_is_not_asked_for_what_it_would_get_wrong(name):
+def test_backpack_is_not_asked_for_what_it_would_get_wrong(name, monkeypatch):
     model = NOT_CHAINS[name]
     torch.manual_seed(0)
     inputs = torch.randn(4, 5 if name == "raw" else 4)
-    with pytest.raises(ValueError, match="`engine='backpack'` does not serve this model"):
-        kronecker_factors(model, inputs, engine="backpack")
-    generator = torch.Generator().manual_seed(0)
-    own = kronecker_factors(model, inputs, engine="own", generator=generator)
-    auto = kronecker_factors(model, inputs, engine="auto", generator=generator.manual_seed(0))
-    for parameter, factors in own.items():
-        torch.testing.assert_close(vars(factors), vars(auto[parameter]))
+    monkeypatch.setattr(kron, "_add_by_backpack", pytest.fail)
+    assert kronecker_factors(model, inputs)
 
 
-def test_labels_are_drawn_again_where_backpack_stops_after_the_first_chunk():
-    class Later(
-        Between
-    ):  # the same numbers, by a layer that BackPACK sees or by a function that it does not
-        def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
-            super().__init__(how)
-            self.seen = nn.Tanh()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) if len(x) == 1 else self.b(self.seen(self.a(x)))
-
-    torch.manual_seed(0)
-    model, inputs = Later(torch.tanh), torch.randn(5, 4)
-    own, auto = (
-        kronecker_factors(
-            model, inputs, engine=engine, generator=torch.Generator().manual_seed(0), chunk_size=4
-        )
-        for engine in ("own", "auto")
-    )
-    for name, factors in own.items():
-        torch.testing.assert_close(vars(factors), vars(auto[name]))
+def test_backpack_is_asked_for_what_it_serves(monkeypatch):
+    asked = []
+    monkeypatch.setattr(kron, "_add_by_backpack", lambda *_: asked.append(1))
+    for make in CHAINS.values():
+        kronecker_factors(*prepared(make))
+    assert len(asked) == len(CHAINS)
 
 
 def test_without_backpack(monkeypatch):
     model, inputs = prepared(CHAINS["mlp"])
     with_it = kronecker_factors(model, inputs, labels="exact")
     monkeypatch.setitem(sys.modules, "backpack", None)  # what makes an import fail
-    with pytest.raises(ModuleNotFoundError, match=r"pip install lightning-taskinfo\[backpack"):
-        kronecker_factors(model, inputs, engine="backpack")
     for name, factors in kronecker_factors(model, inputs, labels="exact").items():
         torch.testing.assert_close(vars(factors), vars(with_it[name]))
 
@@ -495,8 +481,6 @@ def test_without_backpack(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"engine": "graph"}, "`engine` must be .*'?auto'?.* got 'graph'"),
-        ({"max_side": 0}, "`max_side` must be at least 1, got 0"),
         ({"labels": "true"}, "`labels` must be .* got 'true'"),
         ({"labels": "empirical"}, "`targets` must be given"),
     ],

@@ -10,7 +10,6 @@ from torch import nn
 
 from lightning_taskinfo.fisher import (
     FisherInformation,
-    fisher_diagonal,
     fisher_trace,
     layer_traces,
     per_sample_squared_norms,
@@ -50,70 +49,6 @@ def test_uneven_batches_are_one_batch(problem, labels):
     torch.testing.assert_close(result.standard_error, norms.std() / math.sqrt(11))
     torch.testing.assert_close(result.layers, layer_traces(net, x, y, labels=labels))
     assert result.samples == 11
-    assert result.diagonal == {}
-
-
-def test_diagonal(problem):
-    net, x, y = problem
-    metric = FisherInformation(quantity="diagonal", labels="exact")
-    for batch in BATCHES:
-        metric.update(net, x[batch], y[batch])
-    result = metric.compute()
-    net.eval()
-    torch.testing.assert_close(result.diagonal, fisher_diagonal(net, x, labels="exact"))
-    torch.testing.assert_close(result.layers, layer_traces(net, x, labels="exact"))
-    assert result.standard_error.isnan()
-
-
-class Singles(nn.Module):
-    """Parameters of one number in every shape that they may have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(1, 1), nn.Parameter(torch.tensor(2.0))
-        self.gain = nn.Parameter(torch.ones(1, 1, 1))
-
-    def forward(self, x):
-        return self.layer(x) * self.scale * self.gain.squeeze(0)
-
-
-SHAPES = {"layer.weight": (1, 1), "layer.bias": (1,), "scale": (), "gain": (1, 1, 1)}
-
-
-def shapes_of(estimate):
-    return {name: tuple(part.shape) for name, part in estimate.diagonal.items()}
-
-
-def single_metric():
-    return FisherInformation(quantity="diagonal", labels="exact", likelihood="gaussian")
-
-
-def of_singles(rank, net, x):
-    metric = single_metric()
-    metric.update(net, x[rank::2])
-    return metric.compute().diagonal
-
-
-def test_parameters_of_one_number_keep_their_shapes(problem):
-    torch.manual_seed(0)
-    net, x = Singles().double(), torch.randn(5, 1, dtype=torch.float64)
-    whole, first, second, fresh = (single_metric() for _ in range(4))
-    assert shapes_of(whole(net, x)) == SHAPES, "forward"
-    first.update(net, x[:2])
-    second.update(net, x[2:])
-    assert shapes_of(first.compute()) == SHAPES
-    for other in (first, second):  # the first into a metric that has seen no model yet
-        fresh.merge_state(other)
-    again = pickle.loads(pickle.dumps(whole))
-    expected = fisher_diagonal(net, x, labels="exact", likelihood="gaussian")
-    assert {name: tuple(part.shape) for name, part in expected.items()} == SHAPES
-    for metric in (whole, again, copy.deepcopy(whole), fresh):
-        torch.testing.assert_close(
-            metric.compute().diagonal, {name: expected[name] for name in SHAPES}
-        )
-        assert shapes_of(metric.compute()) == SHAPES, "kept, the second time"
-    for diagonal in on_ranks(of_singles, net, x):
-        torch.testing.assert_close(diagonal, expected)
 
 
 def test_merging_after_a_computation_counts(problem):
@@ -139,20 +74,19 @@ def test_does_not_merge_another_model(problem):
         first.merge_state(second)
 
 
-def measured(rank, net, x, y, quantity):
+def measured(rank, net, x, y):
     """The first rank has two batches, the second one, the third none."""
-    metric = FisherInformation(quantity=quantity, labels="exact")
+    metric = FisherInformation(labels="exact")
     for batch in ((slice(0, 4), slice(4, 9)), (slice(9, 11),), (slice(11, 11),))[rank]:
         metric.update(net, x[batch], y[batch])
     return metric.compute()._asdict()
 
 
-@pytest.mark.parametrize("quantity", ["trace", "diagonal"])
-def test_processes_are_one_process(problem, quantity):
+def test_processes_are_one_process(problem):
     net, x, y = problem
-    whole = FisherInformation(quantity=quantity, labels="exact")
+    whole = FisherInformation(labels="exact")
     whole.update(net, x, y)
-    for result in on_ranks(measured, net, x, y, quantity, world_size=3):
+    for result in on_ranks(measured, net, x, y, world_size=3):
         torch.testing.assert_close(result, whole.compute()._asdict(), equal_nan=True)
 
 
@@ -223,8 +157,3 @@ def test_refuses_another_model(problem):
         match=r"`model` must have the trainable parameters of the first update, got others",
     ):
         metric.update(nn.Linear(4, 3).double(), x)
-
-
-def test_refuses_an_unknown_quantity():
-    with pytest.raises(ValueError, match="`quantity` must be one of trace, diagonal, got 'rank'"):
-        FisherInformation(quantity="rank")

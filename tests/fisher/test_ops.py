@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from lightning_taskinfo.fisher.graph import Edge
 from lightning_taskinfo.fisher.ops import CONVOLUTION, Conv, Grouped, Weight, blocks
 from lightning_taskinfo.fisher.proof import Rows
+from lightning_taskinfo.fisher.terms import OfUses
 
 N = 5
 CASES = {  # channels, outputs, kernel, input, options
@@ -52,7 +53,11 @@ def made(case, way, *, memory_format=torch.contiguous_format):
         for pairs in (list(zip(a, b, strict=True)) for b in scores)
     ]
     use = use_of(way, a, w, **config)
-    return use, [use.arranged(b) for b in scores], expected
+    return use, scores, expected
+
+
+def found(use, scores):
+    return OfUses(use.at.source, [(use, torch.stack(scores))])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -60,18 +65,21 @@ def made(case, way, *, memory_format=torch.contiguous_format):
 def test_every_way_gives_the_gradients_of_a_loop(case, way):
     use, scores, expected = made(case, way)
     everybody = slice(0, N)
-    torch.testing.assert_close(use.gradients(scores[0], everybody), expected[0])
-    torch.testing.assert_close(use.gradients(scores[1], slice(1, 3)), expected[1][1:3])
+    first, second = map(use.arranged, scores)
+    torch.testing.assert_close(use.gradients(first, everybody), expected[0])
+    torch.testing.assert_close(use.gradients(second, slice(1, 3)), expected[1][1:3])
+    gradients = found(use, scores)
     torch.testing.assert_close(
-        use.norms(scores), sum(g.flatten(1).square().sum(1) for g in expected)
+        gradients.norms(), sum(g.flatten(1).square().sum(1) for g in expected)
     )
-    torch.testing.assert_close(use.diagonal(scores), sum(g.square().sum(0) for g in expected))
+    torch.testing.assert_close(gradients.diagonal(), sum(g.square().sum(0) for g in expected))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_inputs_may_lie_in_memory_as_they_like(way):
     use, scores, expected = made("3x3", way, memory_format=torch.channels_last)
-    torch.testing.assert_close(use.gradients(scores[0], slice(0, N)), expected[0])
+    gradients = use.gradients(use.arranged(scores[0]), slice(0, N))
+    torch.testing.assert_close(gradients, expected[0])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -80,10 +88,11 @@ def test_a_few_samples_at_a_time_give_the_same(monkeypatch, way):
     of_one = use.copied if way is Conv else use.shape.numel()
     monkeypatch.setattr("lightning_taskinfo.fisher.ops.BLOCK", 2 * of_one)
     assert len([*blocks(N, use.elements)]) == 3
+    gradients = found(use, scores)
     torch.testing.assert_close(
-        use.norms(scores), sum(g.flatten(1).square().sum(1) for g in expected)
+        gradients.norms(), sum(g.flatten(1).square().sum(1) for g in expected)
     )
-    torch.testing.assert_close(use.diagonal(scores), sum(g.square().sum(0) for g in expected))
+    torch.testing.assert_close(gradients.diagonal(), sum(g.square().sum(0) for g in expected))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -107,7 +116,7 @@ def test_rows_of_a_sample_add_up(way, rows, samples):
     expected = torch.stack([each[numbers].sum(0) for numbers in samples])
     arranged = use.arranged(b)
     torch.testing.assert_close(use.gradients(arranged, slice(0, 2)), expected)
-    torch.testing.assert_close(use.norms([arranged]), expected.flatten(1).square().sum(1))
+    torch.testing.assert_close(found(use, [b]).norms(), expected.flatten(1).square().sum(1))
 
 
 @pytest.mark.parametrize(
