@@ -9,7 +9,6 @@ ELSEWHERE = {  # module -> the test of what it is a part of
     "_sharded.py": "callbacks/test_sharded.py",
     "_wandb.py": "test_log_keys.py",
     "cli/_parser.py": "cli/test_main.py",
-    "fisher/fallback.py": "fisher/test_measure.py",
     "fisher/terms.py": "fisher/test_measure.py",
     "tasks/training.py": "tasks/test_complexity.py",
     "transfer/ranking.py": "transfer/test_rank.py",
