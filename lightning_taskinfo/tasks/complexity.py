@@ -17,9 +17,17 @@ from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_not_negative, check_positive, check_probability
 from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._wandb import log_once
-from lightning_taskinfo.certificates.samples import Data, read_pair
+from lightning_taskinfo.certificates.samples import Data
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
-from lightning_taskinfo.tasks.training import START, Fit, ModelFn, Numbers, Training, build
+from lightning_taskinfo.tasks.training import (
+    START,
+    Fit,
+    ModelFn,
+    Numbers,
+    Training,
+    build,
+    read_task,
+)
 from lightning_taskinfo.variational import (
     PriorCenter,
     noisy_weights,
@@ -358,15 +366,10 @@ def structure_function(
     """
     check_positive(prior_std=prior_std, betas=betas)
     betas = tuple(sorted({float(beta) for beta in betas}, reverse=True))
-    inputs, targets = read_pair(data)
+    meaning = as_likelihood(likelihood)
+    inputs, targets = read_task(data, meaning)
     model = build(model_fn, seed)
-    fit = Fit(
-        model,
-        inputs,
-        targets,
-        as_likelihood(likelihood),
-        training or Training(),
-    )
+    fit = Fit(model, inputs, targets, meaning, training or Training())
     fit.check()
     start = weights_now(model)
     centre = prior_means(prior_center, start)

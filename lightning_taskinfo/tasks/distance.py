@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._files import StrPath, claim_folder, digest
-from lightning_taskinfo._observe import ParamDict, weights_now
+from lightning_taskinfo._nested import described
+from lightning_taskinfo._observe import ParamDict, trainable_parameters, weights_now
 from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._random import seed_from
@@ -28,12 +29,20 @@ from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.certificates.samples import Data, read_pair
+from lightning_taskinfo.certificates.samples import Data
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.information import information_in_weights
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
 from lightning_taskinfo.plotting import Drawn, Given, figure_and_axes
-from lightning_taskinfo.tasks.training import Fit, ModelFn, Numbers, Training, build
+from lightning_taskinfo.tasks.training import (
+    Fit,
+    ModelFn,
+    Numbers,
+    Training,
+    build,
+    first_answers,
+    read_task,
+)
 from lightning_taskinfo.variational import noisy_weights, prior_means
 
 HeadFn: TypeAlias = Callable[[int, int], nn.Module]
@@ -262,15 +271,18 @@ class Union:
     def model(self) -> MultiHead:
         """The network at its start; heads of one size start alike, whatever their task."""
         trunk = build(self.trunk_fn, self.seed, argument="trunk_fn")
-        two = torch.from_numpy(self.parts[0][0][:2])
-        with torch.no_grad():
-            features = trunk.eval()(two).shape[1]
+        inputs = torch.from_numpy(self.parts[0][0])
+        features = first_answers(trunk, inputs, argument="tasks")
+        if not isinstance(features, Tensor) or features.ndim != 2:
+            raise ValueError(
+                f"`trunk_fn` must make a network that returns features [N, F], got {described(features)}."
+            )
         modules = {"trunk": trunk}
         for index, (_, targets) in enumerate(self.parts):
             outputs = targets[0].size
             if isinstance(self.likelihood, Categorical):
                 outputs = max(2, int(targets.max()) + 1)
-            make = partial(self.head_fn, features, outputs)
+            make = partial(self.head_fn, features.shape[1], outputs)
             modules[f"head_{index}"] = build(make, seed_from(self.seed, 1), argument="head_fn")
         return MultiHead(modules)
 
@@ -382,9 +394,15 @@ def task_distance(
                 "`workers` must be 0 where `trunk_fn` or `head_fn` cannot be pickled; functions at the top of a "
                 f"module can ({error})."
             ) from error
-    data = [_read(name, task) for name, task in tasks.items()]
-    for task in data:  # here and now, where an error is seen as it is
-        settings.of([task], seeds[0]).fit().check()
+    data = [_read(name, task, settings.likelihood) for name, task in tasks.items()]
+    for index, what in enumerate(("inputs", "targets")):
+        kinds = {f"{pair[index].dtype} {list(pair[index].shape[1:])}" for pair in data}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"`tasks` must have {what} of one shape and type, got {', '.join(sorted(kinds))}."
+            )
+    for name, pair in zip(tasks, data, strict=True):  # here, where an error is seen as it is
+        settings.of([pair], seeds[0]).fit().check(f"tasks[{name!r}]")
     if folder is not None:
         claim_folder(folder, _configuration(settings, tasks, data), results=["seed-*.json"])
     sizes = [len(targets) for _, targets in data]
@@ -465,7 +483,7 @@ def solve(union: Union) -> Numbers:
     def penalty() -> Tensor:
         """What weights pay for leaving the centre: their means' share of β times the divergence."""
         terms = []
-        for name, p in fit.model.named_parameters():
+        for name, p in trainable_parameters(fit.model).items():
             terms.append(weights[name] * (p - centre[name]).square().sum())
         return torch.stack(terms).sum() / (2 * union.prior_std**2)
 
@@ -504,7 +522,7 @@ def _laplace(
 ) -> ParamDict:
     """The closed form around the trained weights, with the diagonal of the Fisher information as curvature."""
     F = fisher_diagonal(
-        fit.model,
+        fit.model.eval(),
         fit.inputs,
         labels="exact",
         likelihood=union.likelihood,
@@ -525,9 +543,9 @@ def _laplace(
 SOLVERS = {"variational": _variational, "laplace": _laplace}
 
 
-def _read(name: str, task: Data) -> tuple[Tensor, Tensor]:
+def _read(name: str, task: Data, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
     """Return inputs and targets of a task."""
-    inputs, targets = read_pair(task, argument=f"tasks[{name!r}]")
+    inputs, targets = read_task(task, likelihood, argument=f"tasks[{name!r}]")
     found = targets.unique()
     if not targets.is_floating_point() and len(found) and len(found) <= found.max():
         warn(

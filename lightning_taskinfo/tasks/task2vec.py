@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._batches import BatchFn, Reader
-from lightning_taskinfo._calls import Forward, NoLogitsError, outputs_of
+from lightning_taskinfo._calls import Forward, outputs_of
 from lightning_taskinfo._files import digest
 from lightning_taskinfo._nested import (
     described,
@@ -17,20 +17,21 @@ from lightning_taskinfo._nested import (
     sample_count,
     split,
     take,
-    tensors,
 )
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_counts, check_positive
-from lightning_taskinfo._warn import first_line
 from lightning_taskinfo.certificates.samples import Data, read_labelled
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.functional.likelihood import Categorical
 from lightning_taskinfo.functional.task_embedding import filter_means
 from lightning_taskinfo.tasks import ready
 from lightning_taskinfo.tasks.embedding import TaskEmbedding
+from lightning_taskinfo.tasks.training import first_answers
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH = 512
+IGNORED = Categorical().ignore_index
 
 
 class Task2Vec:
@@ -125,8 +126,8 @@ class Task2Vec:
         Args:
             data: The task's samples: ``(inputs, labels)``, a dataset of such pairs, a loader over
                 one, or an :class:`~lightning_taskinfo.data.ArrayData`, whose training split is
-                taken. Labels are class indices, shape ``[N]``; those that do not occur do not
-                count.
+                taken. Labels are class indices, shape ``[N]``; classes that do not occur do not
+                count, nor do samples whose label is -100.
             name: What to call the task; the name of an ``ArrayData`` where not given.
             test: Samples for :attr:`TaskEmbedding.test_error`; the test split of an ``ArrayData``
                 where not given.
@@ -167,17 +168,20 @@ class Task2Vec:
         """Return all inputs and labels, by the user's own function where there is one; the network takes the inputs."""
         reader = self.batch_fn and Reader(self.batch_fn, self.forward_fn)
         inputs, labels = read_labelled(data, argument=argument, model=self.network, reader=reader)
-        few, _ = first_samples(inputs, None, 2)
-        try:
-            with observing(self.network), torch.no_grad():
-                self._outputs(few)
-        except NoLogitsError:
-            raise
-        except Exception as error:
-            kinds = ", ".join(f"{x.dtype} {list(x.shape)}" for x in tensors(inputs))
+        first_answers(self.network, inputs, argument=argument, run=self._outputs)
+        if labels.ndim != 1 or labels.is_floating_point():
+            found = f"{labels.dtype} {list(labels.shape)}"
+            raise ValueError(f"`{argument}` must have class indices as labels, [N], got {found}.")
+        labels = labels.cpu().long()
+        counted = labels != IGNORED
+        negative = labels[counted & (labels < 0)]
+        if len(negative):
             raise ValueError(
-                f"`{argument}` must hold inputs that the network takes, got {kinds} ({first_line(error)})."
-            ) from error
+                f"`{argument}` must have classes from 0 on, or {IGNORED} for none, as labels, got {negative[0]}."
+            )
+        if not counted.all():
+            labels = labels[counted]
+            inputs = take(inputs, lambda x: x[counted.to(x.device)])
         return inputs, labels
 
     def _outputs(self, inputs: Any) -> Tensor:
@@ -248,7 +252,7 @@ class Task2Vec:
         with observing(self.network), torch.no_grad():
             batches = split(inputs, BATCH)
             answers = [self._outputs(batch).argmax(-1).cpu() for batch in batches]
-        wrong = classes[torch.cat(answers)] != labels.cpu()
+        wrong = classes[torch.cat(answers)] != labels
         return wrong.double().mean().item()
 
 
@@ -279,10 +283,7 @@ def _filters(network: nn.Module, head: str) -> dict[str, dict[str, Any]]:
 
 def _classes(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the classes that occur, ``[C]``, and each sample's place among them, ``[N]``."""
-    if labels.ndim != 1 or labels.is_floating_point():
-        found = f"{labels.dtype} {list(labels.shape)}"
-        raise ValueError(f"`data` must have class indices as labels, [N], got {found}.")
-    classes, targets = labels.cpu().unique(return_inverse=True)
+    classes, targets = labels.unique(return_inverse=True)
     if len(classes) < 2:
         raise ValueError(f"`data` must hold at least two classes, got {len(classes)}.")
     return classes, targets

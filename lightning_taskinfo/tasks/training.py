@@ -15,12 +15,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Generator, Tensor, nn
 
+from lightning_taskinfo._calls import NoLogitsError
 from lightning_taskinfo._files import digest
-from lightning_taskinfo._nested import take
+from lightning_taskinfo._nested import first_samples, take, tensors
 from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters, weights_now
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive
-from lightning_taskinfo.functional.likelihood import Likelihood
+from lightning_taskinfo._warn import first_line
+from lightning_taskinfo.certificates.samples import Data, read_pair
+from lightning_taskinfo.functional.likelihood import Categorical, Likelihood
 from lightning_taskinfo.variational import add_weight_noise, noisy_weights, sampling
 
 ModelFn: TypeAlias = Callable[[], nn.Module]
@@ -80,6 +83,39 @@ def build(model_fn: ModelFn, seed: int, *, argument: str = "model_fn") -> nn.Mod
     return deepcopy(model)  # what is trained is not the caller's own
 
 
+def read_task(
+    data: Data, likelihood: Likelihood, *, argument: str = "data"
+) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of a task; classes of any integer type become int64."""
+    inputs, targets = read_pair(data, argument=argument)
+    if isinstance(likelihood, Categorical) and not targets.is_floating_point():
+        targets = targets.long()
+        if (targets == likelihood.ignore_index).all():
+            raise ValueError(f"`{argument}` must hold a label that counts, got none.")
+    return inputs, targets
+
+
+def first_answers(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    argument: str,
+    run: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return what a network makes of two samples; a ``ValueError`` about the argument where it does not take them."""
+    few, _ = first_samples(inputs, None, 2)
+    try:
+        with observing(model), torch.no_grad():
+            return (run or model)(few)
+    except NoLogitsError:  # about the network
+        raise
+    except Exception as error:
+        kinds = ", ".join(f"{x.dtype} {list(x.shape)}" for x in tensors(inputs))
+        raise ValueError(
+            f"`{argument}` must hold inputs that the network takes, got {kinds} ({first_line(error)})."
+        ) from error
+
+
 @dataclass(frozen=True)
 class Fit:
     """A network on its way to a task: all samples, what its outputs mean, and how it is trained.
@@ -106,10 +142,9 @@ class Fit:
         """Return the negative log-likelihood of the picked samples in nats, shape ``[B]``."""
         return -self.likelihood.log_prob(self.outputs(index), self.targets[index])
 
-    def check(self) -> Tensor:
+    def check(self, argument: str = "data") -> Tensor:
         """Return the answers to two samples; a ``ValueError`` if outputs or targets do not fit the likelihood."""
-        with observing(self.model), torch.no_grad():
-            outputs = self.outputs(slice(2))
+        outputs = first_answers(self.model, self.inputs, argument=argument)
         if not isinstance(outputs, Tensor):
             kind = type(outputs).__name__
             raise ValueError(f"The network must return a tensor of outputs, got {kind}.")

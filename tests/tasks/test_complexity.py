@@ -375,3 +375,24 @@ def test_a_training_that_diverges_gives_no_numbers():
     wild = replace(QUICK, learning_rate=1e30)
     with pytest.raises(ValueError, match="`training` must come to finite weights, but"):
         structure_function(network, classes(), [1.0], training=wild)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_classes_of_any_integer_type_are_the_same(dtype):
+    x, y = classes()
+    found = structure_function(network, (x, y.to(dtype)), [1.0], training=QUICK)
+    assert found == structure_function(network, (x, y), [1.0], training=QUICK)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda x, y: (x[:, :3], y), r"inputs that the network takes, got torch.float32 \[60, 3\]"),
+        (lambda x, y: (x.double(), y), r"inputs that the network takes, got torch.float64"),
+        (lambda x, y: (x, y * 0 - 100), "a label that counts, got none"),
+    ],
+    ids=["shape", "dtype", "ignored"],
+)
+def test_refuses_data_by_name(change, match):
+    with pytest.raises(ValueError, match=f"`data` must hold {match}"):
+        structure_function(network, change(*classes()), [1.0], training=QUICK)

@@ -388,3 +388,81 @@ def test_warns_of_classes_without_samples():
         TaskInfoWarning, match="Task 'a' has no samples of some classes from 0 to .*count from 1"
     ):
         task_distance({"a": (x, y + 1)}, 1.0, trunk_fn=trunk, training=QUICK, seeds=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.bool])
+def test_classes_of_any_integer_type_are_the_same(dtype):
+    x, y = some_tasks()["one"]
+    found, same = (
+        task_distance({"a": (x, labels)}, 1.0, trunk_fn=trunk, training=QUICK, seeds=1)
+        for labels in (y, y.to(dtype))
+    )
+    assert found.to_dict() == same.to_dict()
+
+
+def with_batch_norm():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3))
+
+
+def half_frozen():
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6))
+    network[0].requires_grad_(False)
+    return network
+
+
+@pytest.mark.parametrize("trunk_fn", [with_batch_norm, half_frozen])
+def test_the_trained_network_is_measured_in_eval_mode_and_frozen_weights_hold_nothing(trunk_fn):
+    first, second = (
+        task_distance(some_tasks(), 1.0, trunk_fn=trunk_fn, training=QUICK, seeds=1)
+        for _ in range(2)
+    )
+    assert first.to_dict() == second.to_dict()
+    assert first.information.isfinite().all()
+
+
+class Both(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+@pytest.mark.parametrize(
+    ("change", "trunk_fn", "likelihood", "match"),
+    [
+        (
+            lambda x, y: (x, y),
+            partial(nn.Linear, 3, 6),
+            "categorical",
+            r"`tasks` must hold inputs that the network takes, got torch.float32 \[40, 4\]",
+        ),
+        (
+            lambda x, y: (x[:, :3], y),
+            nn.Flatten,
+            "categorical",
+            r"`tasks` must have inputs of one shape and type, got .*\[3\].*\[4\]",
+        ),
+        (
+            lambda x, y: (x, y * 0 - 100),
+            trunk,
+            "categorical",
+            r"`tasks\['b'\]` must hold a label that counts, got none",
+        ),
+        (
+            lambda x, y: (x, x[:, :3]),
+            trunk,
+            "gaussian",
+            r"`tasks` must have targets of one shape and type, got .*\[2\].*\[3\]",
+        ),
+        (lambda x, y: (x, y), partial(Both, 4, 6), "categorical", "`trunk_fn` must .*got tuple"),
+        (
+            lambda x, y: (x, y),
+            partial(nn.Flatten, 0),
+            "categorical",
+            r"`trunk_fn` must .* features \[N, F\], got .*\[8\]",
+        ),
+    ],
+)
+def test_refuses_before_anything_is_trained(change, trunk_fn, likelihood, match):
+    x, y = some_tasks()["one"]
+    tasks = {"a": (x, y if likelihood == "categorical" else x[:, :2]), "b": change(x, y)}
+    with pytest.raises(ValueError, match=match):
+        task_distance(tasks, 1.0, trunk_fn=trunk_fn, training=QUICK, likelihood=likelihood)

@@ -386,3 +386,28 @@ def test_the_fingerprint_is_of_weights_and_buffers_outside_the_head():
     second = fingerprint(net, "2")
     net[0].weight.data[0, 0] += 1
     assert len({first, second, fingerprint(net, "2")}) == 3
+
+
+def test_samples_without_a_label_do_not_count(embedder):
+    x, y = task(n=40)
+    labels = torch.where(torch.arange(40) < 10, -100, y)
+    found = embedder.embed((x, labels), name="a", test=(x, labels))
+    expected = embedder.embed((x[10:], y[10:]), name="a", test=(x[10:], y[10:]))
+    assert (found.num_classes, found.samples, found.test_error) == (3, 30, expected.test_error)
+    torch.testing.assert_close(found.vector, expected.vector, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("argument", ["data", "test"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda y: y - 1, "must have classes from 0 on, or -100 for none, as labels, got -1"),
+        (lambda y: y[:, None], r"must have class indices as labels, \[N\], got .*\[24, 1\]"),
+        (lambda y: y.double(), r"must have class indices as labels, \[N\], got torch.float64"),
+    ],
+    ids=["negative", "column", "float"],
+)
+def test_refuses_labels(embedder, argument, change, message):
+    x, y = task()
+    with pytest.raises(ValueError, match=f"`{argument}` {message}"):
+        embedder.embed(**{"data": (x, y), "name": "a", "test": (x, y), argument: (x, change(y))})
