@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 from descent import descend, product, small_layers
+from evidence.linear_students import draw_tasks, simulate_transfer
 from scipy.stats import norm
 from scipy.stats import t as student
 
@@ -34,7 +35,6 @@ from lightning_taskinfo.functional.deep_linear import (
     fine_tuning_risk_noiseless,
     linear_transfer_risk,
 )
-from lightning_taskinfo.tasks.deep_linear import draw_tasks, simulate_transfer
 
 THETA = torch.tensor([0.0, 20.0, 40.0, 60.0, 75.0, 90.0], dtype=torch.float64).deg2rad()
 GAMMA = [0.1, 0.25, 0.5, 0.75, 0.9, 1.25, 2.0]

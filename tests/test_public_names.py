@@ -69,7 +69,7 @@ def test_the_parts_are_found():
         "callbacks.Probe",
     }
     some |= {
-        "tasks.simulate_transfer",
+        "tasks.plot_phase_map",
         "functional.gaussian.gaussian_kl_diag",
         "plotting.plot_ranking",
     }

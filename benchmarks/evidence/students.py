@@ -20,7 +20,6 @@ import torch
 from torch import Generator, Tensor
 
 from lightning_taskinfo._ranges import check_positive
-from lightning_taskinfo.tasks.deep_linear import TransferRisks
 
 
 class SpanNorms(NamedTuple):
@@ -189,7 +188,7 @@ class ReLUNetworks:
 
 
 @dataclass(frozen=True)
-class StudentTeacherRisks(TransferRisks):
+class StudentTeacherRisks:
     """Risks of the students, and the part of the target outside the span of features, one entry a repetition.
 
     Attributes:
@@ -202,6 +201,9 @@ class StudentTeacherRisks(TransferRisks):
             have.
     """
 
+    scratch: Tensor
+    linear: Tensor
+    fine_tune: Tensor
     outside: Tensor
     outside_source: Tensor
 

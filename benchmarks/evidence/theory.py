@@ -46,6 +46,7 @@ from typing import Any
 import numpy as np
 import torch
 from intervals import Interval, bootstrap_interval, holm, mean_interval, shown, spearman
+from linear_students import ridge_transfer_risk, simulate_transfer
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 from scipy.stats import norm
@@ -62,10 +63,8 @@ from students import (
 from torch import Generator, Tensor
 from units import BENCHMARKS, Experiment, Row, main
 
-from lightning_taskinfo.functional.deep_linear import linear_transfer_risk
 from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
 from lightning_taskinfo.functional.intervals import wilson_interval
-from lightning_taskinfo.tasks.deep_linear import simulate_transfer
 
 ANGLES = [0.0, 30.0, 60.0, 85.0]
 RIDGES = [0.0, 0.01, 0.1, 1.0]
@@ -129,7 +128,7 @@ def ridge_cells(settings: Row) -> Row:
             ridge=ridge,
             generator=Generator().manual_seed(settings["seed"]),
         )
-        theory = linear_transfer_risk(theta, sigma, round(gamma * d), ridge=ridge)
+        theory = ridge_transfer_risk(theta, sigma, round(gamma * d), ridge)
         gains = risks.scratch - risks.linear
         for a, angle in enumerate(ANGLES):
             cell = {"angle": angle, "ridge": ridge, "theory": theory[a].item()}

@@ -29,7 +29,7 @@ COMMANDS = {  # its module, and the first sentence of its docstring
     ),
     "phase-diagram": (
         "tasks",
-        "Draw when transfer hurts a deep linear network: a signed map, and slices with simulated points.",
+        "Draw when transfer hurts a deep linear network: a signed map of its gain over training from scratch.",
     ),
     "rank": (
         "networks",

@@ -30,13 +30,13 @@ from lightning_taskinfo.tasks import (
     embedding_distances,
     network_for,
     plot_difficulty,
-    plot_phase_overview,
+    plot_phase_map,
     plot_structure_functions,
     plot_task_map,
     reference_network,
-    simulate_phase_diagram,
     structure_function,
     task_distance,
+    transferability,
     trunk_for,
     trunk_of,
 )
@@ -263,45 +263,37 @@ def _both_parts(data: Data, seed: int) -> dict[str, Any]:
 def phase_diagram(
     mode: Mode = "linear",
     sigma: float = 0.2,
+    depth: int = 2,
     out: Path = Path("phase_diagram.png"),
     angles: int = 5,
     gammas: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 1.5, 2.0),
-    seed: int = 0,
-    **options: Any,
 ) -> str:
-    """Draw when transfer hurts a deep linear network: a signed map, and slices with simulated points.
+    """Draw when transfer hurts a deep linear network: a signed map of its gain over training from scratch.
 
     Args:
         mode: What is transferred: the features under a new last layer, or all layers.
         sigma: Standard deviation of the label noise.
+        depth: Number of layers, where all are transferred.
         out: Where the figure is written; the suffix decides its format.
-        angles: Number of angles between source and target that are simulated, evenly from 0 to 90
-            degrees.
-        gammas: Numbers of target samples per input dimension that are simulated.
-        seed: Seed of the simulation.
-        **options: Arguments of :func:`lightning_taskinfo.tasks.simulate_phase_diagram`.
+        angles: Number of angles between source and target in the table, evenly from 0 to 90 degrees.
+        gammas: Numbers of target samples per input dimension in the table; the largest ends the map.
 
     Returns:
-        A table of the simulated and the predicted gains over training from scratch.
+        A table of the gains over training from scratch.
 
     Raises:
         ValueError: If an argument is outside its domain.
     """
     check_counts(angles=angles)
     check_picture("out", out)
-    simulated = simulate_phase_diagram(
-        mode,
-        torch.linspace(0, torch.pi / 2, angles, dtype=torch.float64),
-        torch.tensor(gammas, dtype=torch.float64),
-        sigma,
-        generator=torch.Generator().manual_seed(seed),
-        **options,
-    )
+    theta = torch.linspace(0, torch.pi / 2, angles, dtype=torch.float64)
+    gamma = torch.tensor(gammas, dtype=torch.float64)
+    gains = transferability(mode, theta[:, None], gamma, sigma, depth=depth)
+    drawn = plot_phase_map(mode, sigma, depth=depth, max_gamma=max(gammas))
     out.parent.mkdir(parents=True, exist_ok=True)
-    draw(out, plot_phase_overview(simulated))
-    gains = torch.stack([simulated.mean, simulated.standard_error, simulated.theory], -1)
+    draw(out, drawn)
     rows = []
-    for theta, angle in zip(simulated.theta.rad2deg().tolist(), gains.tolist(), strict=True):
-        for gamma, found in zip(gammas, angle, strict=True):
-            rows.append([f"{theta:.1f}", f"{gamma:.3f}", *(f"{gain:.4f}" for gain in found)])
-    return f"{text_table(['theta_deg', 'gamma', 'gain', 'error', 'theory'], rows)}\n{out}"
+    for angle, row in zip(theta.rad2deg().tolist(), gains.tolist(), strict=True):
+        for samples, gain in zip(gammas, row, strict=True):
+            rows.append([f"{angle:.1f}", f"{samples:.3f}", f"{gain:.4f}"])
+    return f"{text_table(['theta_deg', 'gamma', 'gain'], rows)}\n{out}"

@@ -27,7 +27,6 @@ RULES = {
     "gamma": "positive and finite",
     "sigma": "non-negative and finite",
     "n": "greater than 2",
-    "ridge": "non-negative and finite",
 }
 checked = partial(checked_tensors, RULES, None)
 """Arguments as tensors of one dtype and shape, each inside its range."""
@@ -83,43 +82,33 @@ def linear_transfer_risk(
     theta: Number,
     sigma: Number,
     n: Number,
-    *,
-    ridge: Number = 0.0,
 ) -> Tensor:
     r"""Mean risk after the last layer was fitted to ``n`` target samples, on the pretrained feature.
 
-    Pretraining leaves one feature, :math:`z = \beta_s^\top x`. With :math:`q = \sum_i z_i^2 \sim \chi^2_n` and the
-    penalty :math:`n\lambda c^2` on the last layer,
+    Pretraining leaves one feature, :math:`z = \beta_s^\top x`, whose squares over the samples have a
+    :math:`\chi^2_n` distribution, and the mean of its inverse is :math:`1/(n-2)`.
 
-    .. math::
-        R_{lt} = \sin^2\theta + \cos^2\theta\; \mathbb E\, \frac{(n\lambda)^2}{(q + n\lambda)^2}
-            + (\sigma^2 + \sin^2\theta)\; \mathbb E\, \frac{q}{(q + n\lambda)^2}.
-
-    Without ridge the last mean is :math:`1/(n-2)`. For ``n = inf`` the risk is
-    :math:`1 - \cos^2\theta\,(1 + 2\lambda)/(1 + \lambda)^2`, which only grows with :math:`\lambda`. At finite ``n`` a
-    ridge of order :math:`1/n` can help, by order :math:`1/n^2`.
+    .. math:: R_{lt} = \sin^2\theta + \frac{\sigma^2 + \sin^2\theta}{n-2}
 
     Args:
         theta: Angle between source and target, any shape.
         sigma: Standard deviation of the label noise, broadcastable with ``theta``.
         n: Number of target samples, ``inf`` allowed, broadcastable with ``theta``.
-        ridge: :math:`\lambda`, broadcastable with ``theta``.
 
     Returns:
         The risk, in the broadcast shape.
 
     Raises:
-        ValueError: If ``theta`` is outside [0, pi], ``sigma`` or ``ridge`` negative, or ``n`` at most 2.
+        ValueError: If ``theta`` is outside [0, pi], ``sigma`` negative, or ``n`` at most 2.
 
     Example:
         >>> linear_transfer_risk(torch.pi / 2, 1.0, torch.tensor([4.0, float("inf")]))
         tensor([2., 1.])
     """
-    theta, sigma, n, ridge = checked(theta=theta, sigma=sigma, n=n, ridge=ridge)
-    shrunk, gain = _ridge_moments(n, ridge)
+    theta, sigma, n = checked(theta=theta, sigma=sigma, n=n)
     outside = theta.sin().square()
     noise = sigma.square() + outside
-    return outside + theta.cos().square() * shrunk + noise * gain
+    return outside + noise / (n - 2)
 
 
 def fine_tuning_risk(
@@ -400,30 +389,3 @@ def layer_product(
         # At the root itself, which may be 0 or infinite, the quotient need not exist.
         x = x - torch.where(value > 0, value / slope, 0.0)
     return x.pow((depth - 1) / 2)
-
-
-def _ridge_moments(
-    n: Tensor,
-    ridge: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Means of ``(n·λ/(q + n·λ))²`` and of ``q/(q + n·λ)²`` for ``q`` chi-squared with ``n`` degrees of freedom.
-
-    The trapezoidal rule in ``log q`` is accurate to rounding: the integrand is smooth and vanishes
-    at both ends.
-    """
-    m = n.double().clamp(max=1e300)  # as good as infinitely many
-    penalty = ridge.double()
-    unit = torch.linspace(0, 1, 1001, dtype=torch.float64, device=n.device)
-    unit = unit.reshape(-1, *[1] * n.dim())
-    # The density of log q falls off like exp(n t / 2) on the left, and faster than a Gaussian on
-    # the right.
-    right = 12 * (2 / m).sqrt()
-    width = 80 / m + 2 * right
-    t = right - unit * width  # log(q / n), [points, ...]
-    q = t.exp()
-    weight = (0.5 * m * (t - q)).softmax(0)
-    total = q + penalty
-    shrunk = (weight * (penalty / total).square()).sum(0)
-    gain = (weight * q / total.square()).sum(0) / m
-    gain = torch.where(penalty == 0, 1 / (m - 2), gain)
-    return shrunk.to(n), gain.to(n)

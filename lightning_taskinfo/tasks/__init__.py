@@ -7,13 +7,7 @@ from lightning_taskinfo.tasks.complexity import (
     structure_function,
 )
 from lightning_taskinfo.tasks.deep_linear import (
-    PhaseDiagram,
-    TransferRisks,
     plot_phase_map,
-    plot_phase_overview,
-    plot_phase_slices,
-    simulate_phase_diagram,
-    simulate_transfer,
     transferability,
 )
 from lightning_taskinfo.tasks.distance import DistanceMatrix, task_distance
@@ -41,7 +35,6 @@ from lightning_taskinfo.tasks.training import Training
 __all__ = [
     "DistanceMatrix",
     "Estimate",
-    "PhaseDiagram",
     "PreparedTask",
     "Recommendation",
     "ReferenceNetwork",
@@ -49,21 +42,16 @@ __all__ = [
     "Task2Vec",
     "TaskEmbedding",
     "Training",
-    "TransferRisks",
     "embedding_distances",
     "log_embeddings",
     "nearest_source",
     "network_for",
     "plot_difficulty",
     "plot_phase_map",
-    "plot_phase_overview",
-    "plot_phase_slices",
     "plot_structure_functions",
     "plot_task_map",
     "prepare_task",
     "reference_network",
-    "simulate_phase_diagram",
-    "simulate_transfer",
     "structure_function",
     "task_distance",
     "transferability",

@@ -33,14 +33,14 @@ SMALL = f"{TRANSFER} --methods [standard]"
 FEW = "--data lightning_taskinfo.transfer.TransferDataModule --data.max_source 90 --data.max_unlabeled 300"
 TASKS = "--max_samples 40 --training.pretrain_steps 2 --training.steps 2"
 CERTIFY = "--draws 20 --betas [1] --structure diagonal"
-PHASES = "--dimension 20 --repetitions 2 --angles 2 --gammas [0.5]"
+PHASES = "--angles 2 --gammas [0.5]"
 CSV = "--trainer.max_epochs=1 --trainer.logger.save_dir=."
 
 SHIFTED = "{shifted: {class_path: mine.Data, init_args: {shift: 1}}}"
 
 QUICK = {  # command -> what makes it short
     "taskinfo phase-diagram --mode linear --sigma 0.2 --out phase.png": PHASES,
-    "taskinfo phase-diagram --mode fine_tune --sigma 0.2 --repetitions 5 --out phase.png": PHASES,
+    "taskinfo phase-diagram --mode fine_tune --sigma 0.2 --out phase.png": PHASES,
     """taskinfo complexity --tasks '[digits,"digits:random-labels"]' --folder complexity""": f"{TASKS} --betas [1]",
     "taskinfo distance --tasks '[digits,letters]' --folder distance": f"{TASKS} --seeds 1 --workers 0",
     """taskinfo transfer --data "photos.npz→sketches.npz" --labels '[9]' --folder runs/sketches""": SMALL,

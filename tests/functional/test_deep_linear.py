@@ -68,56 +68,13 @@ def test_scratch_risk_at_the_threshold():
     assert scratch_risk(torch.tensor([0.9, 1.0, 1.1]), 0.1, dimension=10).tolist() == [math.inf] * 3
 
 
-@pytest.mark.parametrize("ridge", [0.0, 0.3])
 @pytest.mark.parametrize(("theta", "sigma", "n"), [(0.0, 0.5, 5), (1.0, 0.0, 8), (2.5, 1.0, 30)])
-def test_linear_transfer_risk_is_the_mean_over_regressions_on_the_source_feature(
-    theta, sigma, n, ridge
-):
+def test_linear_transfer_risk_is_the_mean_over_regressions_on_the_source_feature(theta, sigma, n):
     source, target, inputs, labels = draw(theta, n, 3, sigma, repetitions=20_000)
-    rows = torch.full(
-        (len(labels), 1), math.sqrt(n * ridge), dtype=torch.float64
-    )  # ridge as one more sample
-    feature = torch.cat([inputs @ source, rows], 1).unsqueeze(-1)
-    right = torch.cat([labels, torch.zeros_like(rows)], 1).unsqueeze(-1)
-    last = torch.linalg.lstsq(feature, right).solution.squeeze(-1)  # [R, 1]
-    expected = linear_transfer_risk(f64(theta), sigma, n, ridge=ridge)
+    feature = (inputs @ source).unsqueeze(-1)
+    last = torch.linalg.lstsq(feature, labels.unsqueeze(-1)).solution.squeeze(-1)  # [R, 1]
+    expected = linear_transfer_risk(f64(theta), sigma, n)
     assert_mean((last * source - target).square().sum(-1), expected)
-
-
-@pytest.mark.parametrize("n", [2.5, 3, 10, 500])
-@pytest.mark.parametrize("ridge", [1e-3, 0.1, 2.0])
-def test_ridge_agrees_with_quadrature(n, ridge):
-    from scipy.integrate import quad
-    from scipy.stats import chi2
-
-    theta, sigma = 0.7, 0.3
-    inside, outside = math.cos(theta) ** 2, math.sin(theta) ** 2
-
-    def integrand(t):
-        q = math.exp(t)
-        shrunk, gain = (n * ridge / (q + n * ridge)) ** 2, q / (q + n * ridge) ** 2
-        return (inside * shrunk + (sigma**2 + outside) * gain) * chi2.pdf(q, n) * q
-
-    mean = quad(
-        integrand, -60, math.log(40 * n + 200), points=[math.log(n)], limit=1000, epsabs=1e-12
-    )[0]
-    assert linear_transfer_risk(f64(theta), sigma, n, ridge=ridge).item() == pytest.approx(
-        outside + mean, abs=1e-9
-    )
-
-
-def test_ridge_only_hurts_with_many_samples_and_helps_a_little_with_few():
-    ridges = torch.tensor([0.0, 0.01, 0.1, 1.0, 10.0], dtype=torch.float64)
-    for theta in (0.0, 0.5, 1.2):
-        printed = 1 - math.cos(theta) ** 2 * (1 + 2 * ridges) / (1 + ridges) ** 2
-        risks = linear_transfer_risk(theta, 1.0, math.inf, ridge=ridges)
-        torch.testing.assert_close(risks, printed)
-        assert (risks.diff() > 0).all()
-        torch.testing.assert_close(
-            linear_transfer_risk(theta, 1.0, 1e9, ridge=ridges), risks, rtol=0, atol=1e-7
-        )
-    few = linear_transfer_risk(f64(0.5), 1.0, 10.0, ridge=torch.tensor([0.0, 0.05]))
-    assert few[1] < few[0]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 6])
@@ -224,9 +181,7 @@ def test_gradients():
     )
     assert torch.autograd.gradcheck(lambda *a: fine_tuning_risk(*a, depth=3), (theta, gamma, sigma))
     assert torch.autograd.gradcheck(linear_transferability, (theta, gamma, sigma))
-    assert torch.autograd.gradcheck(
-        lambda t, s: linear_transfer_risk(t, s, 9.0, ridge=0.1), (theta, sigma)
-    )
+    assert torch.autograd.gradcheck(lambda t, s: linear_transfer_risk(t, s, 9.0), (theta, sigma))
 
 
 @pytest.mark.parametrize(
@@ -241,10 +196,6 @@ def test_gradients():
         (lambda: scratch_risk(1.0, 1.0, dimension=0), r"`dimension` must be at least 1, got 0"),
         (lambda: linear_transfer_risk(4.0, 0.0, 9), r"`theta` must be in \[0, pi\], got 4.0"),
         (lambda: linear_transfer_risk(1.0, 0.0, 2), r"`n` must be greater than 2, got 2.0"),
-        (
-            lambda: linear_transfer_risk(1.0, 0.0, 9, ridge=-1.0),
-            r"`ridge` must be non-negative and finite, got -1.0",
-        ),
         (
             lambda: fine_tuning_risk(1.0, 0.5, math.nan),
             r"`sigma` must be non-negative and finite, got nan",
