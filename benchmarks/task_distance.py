@@ -31,9 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo import Training, __version__, task_distance
-from lightning_taskinfo.tasks import DistanceMatrix
+from lightning_taskinfo._observe import weights_now
+from lightning_taskinfo._random import seed_from
+from lightning_taskinfo.tasks import DistanceMatrix, distance
 from lightning_taskinfo.tasks.ready import Centred, prepare_task, trunk_for
 from lightning_taskinfo.tasks.training import ModelFn
+from lightning_taskinfo.variational import noisy_weights
 
 TASKS = ("digits", "digits:only-0-1", "digits:inverted", "letters", "digits+letters")
 EVEN_TASKS = ("digits", "digits:inverted", "letters")
@@ -53,6 +56,37 @@ def even_trunk() -> nn.Module:
     )
 
 
+def noisy(union: distance.Union) -> dict[str, float]:
+    """Information in each part of a union by noisy weights: the plain ones first, then from where they are."""
+    fit = union.fit()
+    start, betas = weights_now(fit.model), union.betas()
+    weights = {name: betas[name.split(".")[0]] for name in start}
+
+    def pull() -> Tensor:
+        terms = [
+            weights[name] * (p - start[name]).square().sum()
+            for name, p in fit.model.named_parameters()
+        ]
+        return torch.stack(terms).sum() / (2 * union.prior_std**2)
+
+    def information() -> dict[str, Tensor]:
+        return {name: noise.kl(mean) for name, mean, noise in noisy_weights(fit.model)}
+
+    def penalty() -> Tensor:
+        return torch.stack([weights[name] * kl for name, kl in information().items()]).sum()
+
+    fit.minimise(pull, seed_from(union.seed, 2), noisy=False)
+    fit.add_noise(start, union.prior_std, seed_from(union.seed, 3))
+    fit.minimise(penalty, seed_from(union.seed, 4), noisy=True)
+    found = dict.fromkeys(betas, 0.0)
+    for name, kl in information().items():
+        found[name.split(".")[0]] += kl.item()
+    return found
+
+
+SOLVERS = {"laplace": distance.solve, "variational": noisy}
+
+
 def measure(
     name: str,
     specs: Sequence[str],
@@ -64,9 +98,10 @@ def measure(
 ) -> DistanceMatrix:
     """Distances between tasks by the method that ``name`` begins with."""
     tasks = {spec: prepare_task(spec, max_samples=arguments.n) for spec in specs}
+    distance.solve = SOLVERS[name.partition(",")[0]]
     return task_distance(
-        {spec: task.data for spec, task in tasks.items()}, arguments.beta, method=name.partition(",")[0],
-        trunk_fn=trunk_fn or trunk_for(tasks[specs[0]]), seeds=range(more * arguments.seeds), workers=arguments.workers,
+        {spec: task.data for spec, task in tasks.items()}, arguments.beta,
+        trunk_fn=trunk_fn or trunk_for(tasks[specs[0]]), seeds=range(more * arguments.seeds),
         training=Training(
             pretrain_steps=arguments.steps, steps=longer * arguments.steps, batch_size=arguments.batch_size
         ),
@@ -142,7 +177,6 @@ def main() -> None:
         help="all samples, so that no noise of batches is left",
     )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="keeps finished trainings")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results" / "task_distance.json"

@@ -44,17 +44,6 @@ def trace(name: str, spec: str, folder: Path, *, fast: bool) -> StructureFunctio
     )
 
 
-# %% What it says
-def show(curve: StructureFunction) -> None:
-    critical = curve.critical_beta()
-    print(f"\n{curve.name}: {curve.samples} samples, label entropy {curve.label_entropy:.3f} nats")
-    for beta, kl, loss in zip(curve.betas, curve.kl, curve.loss, strict=True):
-        print(
-            f"  β = {beta:8.4f}   {kl:8.1f} nats in the weights   loss {loss / curve.samples:.3f}"
-        )
-    print("  β* =", "below these prices" if critical is None else f"{critical:.3g}")
-
-
 # %% All of it
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -73,7 +62,7 @@ def main() -> None:
     out = arguments.folder / ("fast" if arguments.fast else "full")
     curves = [trace(name, spec, out, fast=arguments.fast) for name, spec in TASKS.items()]
     for curve in curves:
-        show(curve)
+        print(f"\n{curve.name}, {curve.samples} samples\n{curve}")
     path = arguments.folder / "structure_function.png"
     plot_structure_functions(curves)[0].savefig(path, dpi=150)
     with wandb.init(
@@ -82,8 +71,7 @@ def main() -> None:
         dir=arguments.folder,
         mode="offline",
     ) as run:
-        for curve in curves:
-            curve.log(run, key=curve.name)
+        run.log({"structure functions": wandb.Image(str(path))})
         folder = Path(run.dir).parent
     print(f"\nFigure:       {path}\nOffline run:  {folder}")
 

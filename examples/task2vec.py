@@ -11,17 +11,9 @@ network finds hard.
 import argparse
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from lightning_taskinfo import Task2Vec
 from lightning_taskinfo.data import load_task
-from lightning_taskinfo.tasks import (
-    embedding_distances,
-    nearest_source,
-    plot_difficulty,
-    plot_task_map,
-    reference_network,
-)
+from lightning_taskinfo.tasks import embedding_distances, plot_task_map, reference_network
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -56,22 +48,16 @@ network = reference_network(epochs=1 if args.fast else 4)
 embedder = Task2Vec(network, max_samples=50 if args.fast else 1000)
 embeddings = [embedder.embed(load_task(name), name=title) for title, name in names.items()]
 
-# %% Who is near whom?
-print(f"{'task':20} {'norm':>8} {'test error':>11}   nearest source")
-for embedding in embeddings:
-    source, distance = nearest_source(embedding, embeddings)[0]
-    print(
-        f"{embedding.name:20} {embedding.norm:8.3f} {embedding.test_error:11.3f}   {source} ({distance:.3f})"
-    )
-print("\nSymmetric distances")
-for embedding, row in zip(embeddings, embedding_distances(embeddings).tolist(), strict=True):
-    print(f"{embedding.name:20}", *(f"{distance:6.3f}" for distance in row))
+# %% Who is near whom? Symmetric distances, from 0 to 1
+distances = embedding_distances(embeddings)
+nearest = distances.clone().fill_diagonal_(1).argmin(1)
+print(f"{'task':20} {'norm':>8} {'test error':>11}   distances, and the nearest")
+for embedding, row, place in zip(embeddings, distances.tolist(), nearest.tolist(), strict=True):
+    print(f"{embedding.name:20} {embedding.norm:8.3f} {embedding.test_error:11.3f}  ", end="")
+    print(*(f"{distance:6.3f}" for distance in row), "", embeddings[place].name)
 
 # %% Draw
-figure = Figure(figsize=(12, 4.2), layout="constrained")
-left, right = figure.subplots(1, 2)
-plot_task_map(embeddings, ax=left)
-plot_difficulty(embeddings, ax=right)
+figure, _ = plot_task_map(embeddings)
 args.folder.mkdir(parents=True, exist_ok=True)
 path = args.folder / "task2vec.png"
 figure.savefig(path, dpi=150)

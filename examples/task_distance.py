@@ -7,7 +7,6 @@ round. Run it with ``python examples/task_distance.py``, or cell by cell.
 
 # %%
 import argparse
-import math
 import os
 from pathlib import Path
 
@@ -58,15 +57,13 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     matrix = measure(arguments.folder / ("fast" if arguments.fast else "full"), fast=arguments.fast)
-    for source, target, distance, error, _ in matrix.table()[1]:
-        spread = "" if math.isnan(error) else f" ± {error:.1f}"  # one seed has none
-        print(f"{source:>16} → {target:16} {distance:8.1f}{spread} nats")
+    print(matrix)
     path = arguments.folder / "task_distance.png"
     matrix.plot()[0].savefig(path, dpi=150)
     with wandb.init(
         project="lightning-taskinfo", name="task-distance", dir=arguments.folder, mode="offline"
     ) as run:
-        matrix.log(run)
+        run.log({"distances": wandb.Image(str(path))})
         folder = Path(run.dir).parent
     print(f"\nFigure:       {path}\nOffline run:  {folder}")
 

@@ -20,10 +20,6 @@ from lightning_taskinfo import (
     TrainStepNorms,
     rank_starts,
 )
-from lightning_taskinfo.tasks import TaskEmbedding
-from lightning_taskinfo.tasks.complexity import StructureFunction
-from lightning_taskinfo.tasks.distance import DistanceMatrix
-from lightning_taskinfo.tasks.embedding import log_embeddings
 from lightning_taskinfo.transfer import PENALTIES, log_to_wandb, transfer
 from tests.offline_runs import records_of
 from tests.penalised_net import WEIGHTS, Net
@@ -107,16 +103,6 @@ class Recorder(Logger):
 
     def log_image(self, key, images, step):
         self.keys.add(key)
-
-
-class FakeRun:
-    """Keeps the keys that a run of W&B is given."""
-
-    def __init__(self):
-        self.keys = set()
-
-    def log(self, values):
-        self.keys |= set(values)
 
 
 class Classifier(pl.LightningModule):
@@ -234,36 +220,3 @@ def test_ranking_of_starts(tmp_path):
     with wandb.init(mode="offline", dir=tmp_path, project="test") as run:
         ranking.log(run)
     check("Ranking of starts", keys_of(Path(run.dir).parent))
-
-
-def test_tasks():
-    pytest.importorskip("wandb")
-    run = FakeRun()
-    curve = {"betas": (2.0, 1.0), "kl": (0.5, 4.0), "loss": (9.9, 6.0), "loss_error": (0.1, 0.2)}
-    StructureFunction(
-        **curve, prior_loss=10.0, prior_loss_error=0.5, samples=5, label_entropy=2.0
-    ).log(run)
-    per_seed, alone = torch.arange(8.0).view(2, 2, 2), torch.ones(2, 2)
-    DistanceMatrix(("a", "b:odd"), "laplace", 1.0, (8, 8), (0, 1), per_seed, per_seed, alone).log(
-        run
-    )
-    about = {
-        "layers": ("0",),
-        "sizes": (2,),
-        "network": "p",
-        "labels": "exact",
-        "samples": 8,
-        "num_classes": 2,
-    }
-    vectors = [
-        torch.tensor([1.0, 2.0], dtype=torch.float64),
-        torch.tensor([3.0, 1.0], dtype=torch.float64),
-    ]
-    log_embeddings(
-        run,
-        [
-            TaskEmbedding(name=n, vector=v, test_error=0.1, **about)
-            for n, v in zip("ab", vectors, strict=True)
-        ],
-    )
-    check("Tasks", run.keys)

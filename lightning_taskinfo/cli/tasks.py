@@ -29,7 +29,6 @@ from lightning_taskinfo.tasks import (
     Task2Vec,
     embedding_distances,
     network_for,
-    plot_difficulty,
     plot_phase_map,
     plot_structure_functions,
     plot_task_map,
@@ -175,7 +174,7 @@ def distance(
         beta,
         trunk_fn=trunk_fn,
         workers=workers,
-        folder=folder / options["method"],
+        folder=folder / "trainings",
         **options,
     )
     files = _written(folder, "distance", matrix.plot(), matrix.to_dict())
@@ -207,7 +206,7 @@ def embed(
             where not given.
         checkpoint: Its weights. Those kept in it are the defaults of the model's arguments.
         folder: Folder of the results: embeddings.json, a file task_<name>.json with the embedding of
-            each task, task_map.png and, where a task has test samples, difficulty.png.
+            each task, and task_map.png.
         alpha: How much the complexity of a source speaks for it; 0 for the symmetric distance.
         **options: Arguments of :class:`lightning_taskinfo.Task2Vec`.
 
@@ -231,7 +230,7 @@ def embed(
     make_folder(folder)
     for embedding in embeddings:
         name = re.sub(r"[^A-Za-z0-9.+-]", "_", embedding.name)
-        embedding.save(folder / f"task_{name}.json")
+        write_json(folder / f"task_{name}.json", embedding.to_dict())
     numbers = {
         "network": embedder.fingerprint,
         "labels": embedder.labels,
@@ -242,8 +241,6 @@ def embed(
     }
     write_json(folder / "embeddings.json", numbers)
     draw(folder / "task_map.png", plot_task_map(embeddings))
-    if not all(math.isnan(embedding.test_error) for embedding in embeddings):
-        draw(folder / "difficulty.png", plot_difficulty(embeddings))
     cells = []
     for row in rows:
         shown_row = {"nearest_source": "(no other)", "distance": math.nan, **row}

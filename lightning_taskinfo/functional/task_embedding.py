@@ -8,25 +8,11 @@ entries are non-negative; how their sizes compare from filter to filter is what 
    Meta-Learning*, ICCV 2019, arXiv:1902.03545.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from lightning_taskinfo._ranges import check_counts, check_not_negative, check_values
-
-
-class PlanarMap(NamedTuple):
-    """Points whose distances come near given ones.
-
-    Attributes:
-        points: Coordinates, shape ``[K, dimensions]``.
-        share: Part of the distances' spread that the points show: kept over all absolute
-            eigenvalues, from 0 to 1.
-    """
-
-    points: Tensor
-    share: Tensor
+from lightning_taskinfo._ranges import check_not_negative, check_values
 
 
 def filter_means(
@@ -144,32 +130,28 @@ def asymmetric_embedding_distance(
     return embedding_distance(source, target) - alpha * complexity
 
 
-def classical_scaling(
-    distances: Tensor,
-    *,
-    dimensions: int = 2,
-) -> PlanarMap:
-    r"""Points whose Euclidean distances come near given ones: classical multidimensional scaling.
+def classical_scaling(distances: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Points of a plane whose distances come near given ones: classical multidimensional scaling.
 
-    .. math:: B = -\tfrac12 J D^{\circ 2} J = V \Lambda V^\top, \qquad X = V_k \Lambda_k^{1/2}, \qquad J = I - \tfrac1K
+    .. math:: B = -\tfrac12 J D^{\circ 2} J = V \Lambda V^\top, \qquad X = V_2 \Lambda_2^{1/2}, \qquad J = I - \tfrac1K
 
-    Exact where the distances are those of points in so many dimensions. Axes are in falling order
-    of their spread; the sign of each is such that its largest coordinate is positive.
+    Exact where the distances are those of points in a plane. The first axis has the larger spread.
 
     Args:
         distances: Symmetric, with zeros on the diagonal, shape ``[K, K]``.
-        dimensions: Number of coordinates; those that the distances do not need are 0.
 
     Returns:
-        Coordinates, and the share of the distances' spread that they show.
+        Coordinates, shape ``[K, 2]``, and the part of the distances' spread that they show: kept over
+        all absolute eigenvalues, from 0 to 1.
 
     Raises:
-        ValueError: If ``distances`` is not a symmetric matrix, or ``dimensions`` not positive.
+        ValueError: If ``distances`` is not a symmetric matrix.
 
     Example:
-        >>> points, share = classical_scaling(torch.tensor([[0.0, 2.0], [2.0, 0.0]]).double(), dimensions=1)
-        >>> points.squeeze(1).sort().values.round(decimals=6), share.round(decimals=6)
-        (tensor([-1.,  1.], dtype=torch.float64), tensor(1., dtype=torch.float64))
+        >>> points, share = classical_scaling(torch.tensor([[0.0, 2.0], [2.0, 0.0]]).double())
+        >>> points.abs().round(decimals=6), share.round(decimals=6)
+        (tensor([[1., 0.],
+                [1., 0.]], dtype=torch.float64), tensor(1., dtype=torch.float64))
 
     References:
         Torgerson, *Multidimensional scaling: I. Theory and method*, Psychometrika 1952.
@@ -178,16 +160,13 @@ def classical_scaling(
         raise ValueError(
             f"`distances` must be a symmetric matrix, got the shape {list(distances.shape)}."
         )
-    check_counts(dimensions=dimensions)
     K = len(distances)
     J = distances.new_ones(K).diag() - 1 / K
     centred = -0.5 * J @ distances.square() @ J
     values, vectors = torch.linalg.eigh(centred)  # in rising order
-    kept = values.flip(0)[:dimensions].clamp(min=0)
-    points = distances.new_zeros(K, dimensions)
-    points[:, : len(kept)] = vectors.flip(1)[:, :dimensions] * kept.sqrt()
-    farthest = points.abs().argmax(0, keepdim=True)
-    points = torch.where(points.gather(0, farthest) < 0, -points, points)
     spread = values.abs().sum()
-    share = torch.where(spread > 0, kept.sum() / spread, 1.0)
-    return PlanarMap(points, share)
+    kept = values.clamp(min=0)
+    axes = (vectors * kept.sqrt()).flip(1)
+    points = pad(axes, (0, 2))[:, :2]  # a single task has one axis only
+    share = torch.where(spread > 0, kept[-2:].sum() / spread, 1.0)
+    return points, share

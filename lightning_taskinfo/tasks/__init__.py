@@ -12,12 +12,8 @@ from lightning_taskinfo.tasks.deep_linear import (
 )
 from lightning_taskinfo.tasks.distance import DistanceMatrix, task_distance
 from lightning_taskinfo.tasks.embedding import (
-    Recommendation,
     TaskEmbedding,
     embedding_distances,
-    log_embeddings,
-    nearest_source,
-    plot_difficulty,
     plot_task_map,
 )
 from lightning_taskinfo.tasks.ready import (
@@ -36,17 +32,13 @@ __all__ = [
     "DistanceMatrix",
     "Estimate",
     "PreparedTask",
-    "Recommendation",
     "ReferenceNetwork",
     "StructureFunction",
     "Task2Vec",
     "TaskEmbedding",
     "Training",
     "embedding_distances",
-    "log_embeddings",
-    "nearest_source",
     "network_for",
-    "plot_difficulty",
     "plot_phase_map",
     "plot_structure_functions",
     "plot_task_map",

@@ -16,7 +16,6 @@ from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_not_negative, check_positive, check_probability
 from lightning_taskinfo._tables import Cells, Tabled
-from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.certificates.samples import Data
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
 from lightning_taskinfo.tasks.training import (
@@ -130,15 +129,6 @@ class StructureFunction(Tabled):
                 min(lower, key=lambda point: ((point[1] - e0) / (point[0] - t0), point[1]))
             )
 
-    def slopes(self) -> tuple[Estimate, ...]:
-        r"""Return minus the slope between neighbours of the sweep; a minimiser has it between two :math:`\beta`."""
-        slopes = []
-        for (t, e, a), (u, f, b) in pairwise(self._points()[1:]):
-            length = u - t or math.nan
-            error = math.hypot(a, b) / abs(length)
-            slopes.append(Estimate((e - f) / length, error))
-        return tuple(slopes)
-
     def unfinished(self) -> tuple[float, ...]:
         r"""Return the :math:`\beta` whose training provably stopped short of the minimum.
 
@@ -181,12 +171,6 @@ class StructureFunction(Tabled):
                 return float(above ** (1 - share) * below**share)
         return None
 
-    def table(self) -> tuple[list[str], list[list[float]]]:
-        """Return column names and one row for each β."""
-        columns = ["beta", "kl", "loss", "loss_error", "objective", "mean_loss"]
-        rows = zip(self.betas, self.kl, self.loss, self.loss_error, self.objective, strict=True)
-        return columns, [[*row, row[2] / self.samples] for row in rows]
-
     def reading(self) -> str:
         """Return one sentence on what the sweep found."""
         task = self.name or "the task"
@@ -203,9 +187,11 @@ class StructureFunction(Tabled):
 
     def _cells(self) -> Cells:
         cells = []
-        for beta, kl, loss, error, _, mean in self.table()[1]:
+        for beta, kl, loss, error in zip(
+            self.betas, self.kl, self.loss, self.loss_error, strict=True
+        ):
             both = f"{loss:,.1f} ± {error:,.1f}"
-            cells.append([f"{beta:.3g}", f"{kl:,.1f}", both, f"{mean:.3f}"])
+            cells.append([f"{beta:.3g}", f"{kl:,.1f}", both, f"{loss / self.samples:.3f}"])
         return ["β", "information, nats", "loss, nats", "loss per sample"], cells
 
     def _remarks(self) -> list[str]:
@@ -225,25 +211,6 @@ class StructureFunction(Tabled):
     def plot(self) -> tuple["Figure", tuple["Axes", "Axes"]]:
         """Draw loss against β and the structure function, see ``plot_structure_functions``."""
         return plot_structure_functions([self])
-
-    def log(self, run: Any, *, key: str = "structure_function") -> None:
-        """Log figure (as an image), table and scalars to a W&B run.
-
-        Args:
-            run: What ``wandb.init()`` returned, or a WandbLogger's ``experiment``.
-            key: What stands before the names, behind ``taskinfo/``.
-        """
-        scalars = {"prior_loss": self.prior_loss, "complexity": self.complexity(1.0).value}
-        critical = self.critical_beta()
-        if critical is not None:
-            scalars["critical_beta"] = critical
-        log_once(
-            run,
-            key,
-            scalars=scalars,
-            figures={"figure": self.plot()[0]},
-            tables={"table": self.table()},
-        )
 
     def _points(self) -> list[tuple[float, float, float]]:
         swept = zip(self.kl, self.loss, self.loss_error, strict=True)

@@ -75,9 +75,9 @@ def plot_phase_map(
     gain = transferability(mode, theta[:, None], gamma, sigma, depth=depth)
     fig, ax = figure_and_axes(ax, size=(5, 4))
     image = ax.pcolormesh(
-        gamma,
-        theta.rad2deg(),
-        gain,
+        gamma.numpy(),
+        theta.rad2deg().numpy(),
+        gain.numpy(),
         cmap="RdBu",
         vmin=-1,
         vmax=1,

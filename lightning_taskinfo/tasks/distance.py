@@ -8,12 +8,12 @@ part sees, and the minimisers for :math:`D` and for :math:`D \sqcup D` are then 
 """
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, count, permutations, product
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._files import StrPath, claim_folder, digest
 from lightning_taskinfo._nested import described
-from lightning_taskinfo._observe import ParamDict, trainable_parameters, weights_now
+from lightning_taskinfo._observe import trainable_parameters, weights_now
 from lightning_taskinfo._parallel import check_executor, run_jobs
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_positive
 from lightning_taskinfo._tables import Cells, Tabled
-from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.certificates.samples import Data
 from lightning_taskinfo.fisher import fisher_diagonal
@@ -43,11 +42,8 @@ from lightning_taskinfo.tasks.training import (
     first_answers,
     read_task,
 )
-from lightning_taskinfo.variational import noisy_weights, prior_means
 
 HeadFn: TypeAlias = Callable[[int, int], nn.Module]
-Method: TypeAlias = Literal["variational", "laplace"]
-Center: TypeAlias = Literal["initial", "zero"]
 Array: TypeAlias = np.ndarray[Any, Any]
 Pair: TypeAlias = tuple[Tensor, Tensor]
 IMPOSSIBLE = -1e4  # the logit of a class that a task does not have: its probability is exactly 0
@@ -65,7 +61,6 @@ class DistanceMatrix(Tabled):
 
     Attributes:
         names: Names of the tasks.
-        method: ``"variational"`` or ``"laplace"``.
         beta: Weight of the divergence beside the sum of the known task's loss.
         samples: Number of samples of each task.
         seeds: Seeds of the ``S`` repetitions.
@@ -75,7 +70,6 @@ class DistanceMatrix(Tabled):
     """
 
     names: tuple[str, ...]
-    method: Method
     beta: float
     samples: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -110,14 +104,6 @@ class DistanceMatrix(Tabled):
         far = (itself > 3 * error) & (itself > 0.01 * information)
         return tuple(compress(self.names, far.tolist()))
 
-    def table(self) -> tuple[list[str], list[list[Any]]]:
-        """Return column names and one row for each ordered pair."""
-        measured = torch.stack([self.mean, self.standard_error, self.new_head.mean(0)])  # [3, K, K]
-        pairs = product(self.names, repeat=2)
-        values = measured.flatten(1).T.tolist()
-        rows = [[*pair, *row] for pair, row in zip(pairs, values, strict=True)]
-        return ["from", "to", "distance", "standard_error", "new_head"], rows
-
     def reading(self) -> str:
         """Return one sentence on the nearest pair of different tasks."""
         K = len(self.names)
@@ -141,7 +127,7 @@ class DistanceMatrix(Tabled):
 
     def _remarks(self) -> list[str]:
         tasks = ", ".join(self.unfinished())
-        remark = f"Not to be trusted: {tasks} should be at distance 0 from itself; set more `training.steps`."
+        remark = f"Not to be trusted: {tasks} should be at distance 0 from itself; set more `training.pretrain_steps`."
         return [remark] if tasks else []
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,42 +151,16 @@ class DistanceMatrix(Tabled):
         tasks = range(len(self.names))
         side = 1.6 + 0.9 * len(tasks)
         fig, ax = figure_and_axes(ax, size=(side + 0.8, side))
-        image = ax.imshow(self.mean.numpy(), cmap="viridis_r")
+        image = ax.imshow(self.mean.numpy(), cmap="viridis_r", alpha=0.5)
         fig.colorbar(image, ax=ax, label="distance (nats)", shrink=0.8)
-        middle = 0.5 * (self.mean.min() + self.mean.max())
         for i, j in product(tasks, repeat=2):
             text = self._cell(i, j).replace(" ± ", "\n±")
-            color = "white" if self.mean[i, j] > middle else "black"
-            ax.text(
-                j,
-                i,
-                text,
-                ha="center",
-                va="center",
-                color=color,
-                fontsize=8,
-            )
+            ax.text(j, i, text, ha="center", va="center", fontsize=8)
         ax.set_xticks(tasks, self.names, rotation=30, ha="right")
         ax.set_yticks(tasks, self.names)
         ax.set(xlabel="to: the task that is added", ylabel="from: the task that is known")
-        ax.set_title(rf"$d_\beta$ from row to column, {self.method}, $\beta = {self.beta:g}$")
+        ax.set_title(rf"$d_\beta$ from row to column, $\beta = {self.beta:g}$")
         return fig, ax
-
-    def log(self, run: Any, *, key: str = "task_distance") -> None:
-        """Log figure (as an image), table and scalars to a W&B run.
-
-        Args:
-            run: What ``wandb.init()`` returned, or a WandbLogger's ``experiment``.
-            key: What stands before the names, behind ``taskinfo/``.
-        """
-        table = self.table()
-        log_once(
-            run,
-            key,
-            scalars={f"{known}→{added}": distance for known, added, distance, *_ in table[1]},
-            figures={"figure": self.plot()[0]},
-            tables={"table": table},
-        )
 
 
 class MultiHead(nn.ModuleDict):
@@ -233,21 +193,14 @@ class Union:
     The others are arguments of :func:`task_distance`.
     """
 
+    parts: Sequence[tuple[Array, Array]]
+    seed: int
     trunk_fn: ModelFn
     head_fn: HeadFn
-    method: Method
     beta: float
-    prior_center: Center
     prior_std: float
     likelihood: Likelihood
     training: Training
-    parts: Sequence[tuple[Array, Array]] = ()
-    seed: int = 0
-
-    def of(self, data: Sequence[Pair], seed: int) -> "Union":
-        """Return the union of one or two tasks."""
-        parts = [(x.numpy(), y.numpy()) for x, y in data]
-        return replace(self, parts=parts, seed=seed)
 
     @property
     def sizes(self) -> list[int]:
@@ -299,9 +252,7 @@ def task_distance(
     beta: float,
     *,
     trunk_fn: ModelFn,
-    method: Method = "laplace",
     head_fn: HeadFn = nn.Linear,
-    prior_center: Center = "initial",
     prior_std: float = 0.1,
     likelihood: str | Likelihood = "categorical",
     training: Training | None = None,
@@ -321,20 +272,19 @@ def task_distance(
     reach it over :math:`N_1`, after which :math:`d(D \to D) = 0` for exact minimisers. Batches grow with the union,
     so that all trainings make the same number of passes over the data.
 
+    Plain weights are trained, held to the prior as the divergence would hold the means of :math:`Q`, and the rest is
+    taken from the diagonal of their Fisher information, in closed form: exact where the loss is quadratic.
+
     Args:
         tasks: Data of each task by name: ``(inputs, targets)``, a dataset of such pairs, or a loader over one. All
             inputs have one shape.
         beta: Weight of the divergence beside the **sum** of the known task's loss.
         trunk_fn: Makes the shared part, from inputs to features ``[N, F]``. Other processes import it: define it at
             the top of a module, or use :func:`functools.partial` of such a function.
-        method: ``"laplace"`` trains plain weights, held to the prior as the divergence would, and takes the rest from
-            the diagonal of their Fisher information, in closed form; ``"variational"`` trains noisy weights, which
-            takes longer to come to its end.
         head_fn: Makes a head from the numbers of features and outputs.
-        prior_center: Mean of the pre-distribution: each network's own start, or zero.
-        prior_std: Its standard deviation.
+        prior_std: Standard deviation of the pre-distribution, whose mean is each network's own start.
         likelihood: What outputs mean, as for :func:`~lightning_taskinfo.fisher.fisher_trace`.
-        training: How long and how fast to train.
+        training: How long and how fast to train; of its steps those of ``pretrain_steps`` are made.
         seeds: The seeds, or how many; each repeats everything with another start, other batches and other noise.
         folder: Keeps every finished training; a call that was interrupted continues, also with more seeds. Refused if
             it belongs to other tasks, another network or other settings.
@@ -371,47 +321,51 @@ def task_distance(
     if not tasks:
         raise ValueError("`tasks` must hold at least one task, got none.")
     check_positive(beta=beta, prior_std=prior_std)
-    if method not in SOLVERS:
-        raise ValueError(f"`method` must be one of {', '.join(SOLVERS)}, got {method!r}.")
-    if prior_center not in ("initial", "zero"):
-        raise ValueError(f"`prior_center` must be 'initial' or 'zero', got {prior_center!r}.")
     check_executor(executor, workers)
-    settings = Union(
+    meaning = as_likelihood(likelihood)
+    union = partial(
+        Union,
         trunk_fn=trunk_fn,
         head_fn=head_fn,
-        method=method,
         beta=beta,
-        prior_center=prior_center,
         prior_std=prior_std,
-        likelihood=as_likelihood(likelihood),
+        likelihood=meaning,
         training=training or Training(),
     )
     if executor is None and workers != 0:  # an executor may have ways of its own, as Dask has
         try:
-            pickle.dumps(settings)
+            pickle.dumps(union)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 "`workers` must be 0 where `trunk_fn` or `head_fn` cannot be pickled; functions at the top of a "
                 f"module can ({error})."
             ) from error
-    data = [_read(name, task, settings.likelihood) for name, task in tasks.items()]
+    data = [_read(name, task, meaning) for name, task in tasks.items()]
     for index, what in enumerate(("inputs", "targets")):
         kinds = {f"{pair[index].dtype} {list(pair[index].shape[1:])}" for pair in data}
         if len(kinds) > 1:
             raise ValueError(
                 f"`tasks` must have {what} of one shape and type, got {', '.join(sorted(kinds))}."
             )
-    for name, pair in zip(tasks, data, strict=True):  # here, where an error is seen as it is
-        settings.of([pair], seeds[0]).fit().check(f"tasks[{name!r}]")
+    arrays = [(x.numpy(), y.numpy()) for x, y in data]
+    for name, task in zip(tasks, arrays, strict=True):  # here, where an error is seen as it is
+        union([task], seeds[0]).fit().check(f"tasks[{name!r}]")
     if folder is not None:
-        claim_folder(folder, _configuration(settings, tasks, data), results=["seed-*.json"])
+        digests = [digest([("inputs", x), ("targets", y)]) for x, y in data]
+        made = {
+            "beta": beta,
+            "prior_std": prior_std,
+            "tasks": dict(zip(tasks, digests, strict=True)),
+            **union(arrays[:1], 0).fit().configuration(),  # not the seeds: more can be added
+        }
+        claim_folder(folder, made, results=["seed-*.json"])
     sizes = [len(targets) for _, targets in data]
     wanted: set[tuple[int, ...]] = set()
     for i, j in product(range(len(data)), repeat=2):
         wanted |= {(i,), _trained(i, j, sizes)}
     jobs = {}
     for seed, parts in product(seeds, sorted(wanted)):
-        jobs[_name(seed, parts)] = settings.of([data[i] for i in parts], seed)
+        jobs[_name(seed, parts)] = union([arrays[i] for i in parts], seed)
     with shown(progress, "task_distance", len(jobs)) as tell:
         numbers = count(1)
         found = run_jobs(
@@ -424,7 +378,6 @@ def task_distance(
         )
     return DistanceMatrix(
         tuple(tasks),
-        method,
         beta,
         tuple(sizes),
         tuple(seeds),
@@ -451,17 +404,6 @@ def _measured(
     return distances, new_head, information
 
 
-def _configuration(settings: Union, names: Iterable[str], data: Sequence[Pair]) -> dict[str, Any]:
-    """What decides the numbers of a training; not the seeds, so that more of them can be added."""
-    tasks = {}
-    for name, (x, y) in zip(names, data, strict=True):
-        tasks[name] = digest([("inputs", x), ("targets", y)])
-    chosen = {
-        key: getattr(settings, key) for key in ("method", "beta", "prior_center", "prior_std")
-    }
-    return {**chosen, "tasks": tasks, **settings.of(data[:1], 0).fit().configuration()}
-
-
 def _trained(i: int, j: int, sizes: list[int]) -> tuple[int, int]:
     """Return which training serves a pair: tasks of one size have the same β either way, and are trained once."""
     if j < i and sizes[i] == sizes[j]:
@@ -476,51 +418,18 @@ def _name(seed: int, parts: tuple[int, ...]) -> str:
 def solve(union: Union) -> Numbers:
     """Train, and return the information in each part, in nats."""
     fit = union.fit()
-    centre = prior_means(union.prior_center, weights_now(fit.model))
+    start = weights_now(fit.model)
     betas = union.betas()
-    weights = {name: betas[name.split(".")[0]] for name in centre}
+    weights = {name: betas[name.split(".")[0]] for name in start}
 
     def penalty() -> Tensor:
-        """What weights pay for leaving the centre: their means' share of β times the divergence."""
+        """What weights pay for leaving their start: their means' share of β times the divergence."""
         terms = []
         for name, p in trainable_parameters(fit.model).items():
-            terms.append(weights[name] * (p - centre[name]).square().sum())
+            terms.append(weights[name] * (p - start[name]).square().sum())
         return torch.stack(terms).sum() / (2 * union.prior_std**2)
 
     fit.minimise(penalty, seed_from(union.seed, 2), noisy=False)
-    kl = dict.fromkeys(betas, 0.0)
-    for name, value in SOLVERS[union.method](union, fit, centre, weights).items():
-        kl[name.split(".")[0]] += value.item()
-    return kl
-
-
-def _variational(
-    union: Union,
-    fit: Fit,
-    centre: ParamDict,
-    weights: Numbers,
-) -> ParamDict:
-    """Nats in noisy weights, trained from where the plain ones are."""
-    fit.add_noise(centre, union.prior_std, seed_from(union.seed, 3))
-
-    def kl() -> ParamDict:
-        return {name: noise.kl(mean) for name, mean, noise in noisy_weights(fit.model)}
-
-    def penalty() -> Tensor:
-        terms = [weights[name] * value for name, value in kl().items()]
-        return torch.stack(terms).sum()
-
-    fit.minimise(penalty, seed_from(union.seed, 4), noisy=True)
-    return kl()
-
-
-def _laplace(
-    union: Union,
-    fit: Fit,
-    centre: ParamDict,
-    weights: Numbers,
-) -> ParamDict:
-    """The closed form around the trained weights, with the diagonal of the Fisher information as curvature."""
     F = fisher_diagonal(
         fit.model.eval(),
         fit.inputs,
@@ -528,19 +437,16 @@ def _laplace(
         likelihood=union.likelihood,
         chunk_size=union.training.chunk_size,
     )
-    kl = {}
+    kl = dict.fromkeys(betas, 0.0)
     for name, weight in weights_now(fit.model).items():
         found = information_in_weights(
             len(fit.targets) * F[name],
-            weight - centre[name],
+            weight - start[name],
             prior_std=union.prior_std,
             beta=weights[name],
         )
-        kl[name] = found.kl
+        kl[name.split(".")[0]] += found.kl.item()
     return kl
-
-
-SOLVERS = {"variational": _variational, "laplace": _laplace}
 
 
 def _read(name: str, task: Data, likelihood: Likelihood) -> tuple[Tensor, Tensor]:

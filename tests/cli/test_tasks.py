@@ -39,13 +39,11 @@ def test_complexity_writes_json_and_a_figure_and_continues(tmp_path, capsys):
     assert "prior_std: 0.1 there, 0.2 now" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["laplace", "variational"])
-def test_distance_writes_json_and_a_figure(tmp_path, capsys, method):
+def test_distance_writes_json_and_a_figure(tmp_path, capsys):
     command = [
         "distance",
         "--tasks=[digits,digits:only-0-1]",
         f"--folder={tmp_path}",
-        f"--method={method}",
         "--seeds=2",
     ]
     assert cli.main([*command, "--workers=0", *SMALL]) == 0
@@ -54,7 +52,6 @@ def test_distance_writes_json_and_a_figure(tmp_path, capsys, method):
     assert printed[0].split() == ["nats", "from,", "to", "digits", "digits:only-0-1"]
     read = json.loads((tmp_path / "distance.json").read_text())
     assert f"{read['mean'][0][1]:,.0f} ± " in printed[1]
-    assert read["method"] == method
     assert (figure, numbers) == (str(tmp_path / "distance.png"), str(tmp_path / "distance.json"))
     assert (tmp_path / "distance.png").read_bytes().startswith(b"\x89PNG")
 
@@ -124,7 +121,7 @@ def test_a_folder_that_lost_its_configuration_is_refused(tmp_path, capsys):
         "--workers=0",
     ]
     assert cli.main([*command, *SMALL]) == 0
-    (tmp_path / "laplace" / "configuration.json").unlink()
+    (tmp_path / "trainings" / "configuration.json").unlink()
     capsys.readouterr()
     assert cli.main([*command, *SMALL, "--training.steps=4"]) == 2
     assert "`folder` must" in capsys.readouterr().err

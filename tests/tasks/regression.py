@@ -17,7 +17,10 @@ def data(seed: int, weights: tuple[float, ...] = (1.0, -0.5, 2.0)) -> tuple[Tens
 
 
 def line() -> nn.Module:
-    return nn.Linear(3, 1, bias=False)
+    """Starts at zero, where the prior has its mean."""
+    network = nn.Linear(3, 1, bias=False)
+    nn.init.zeros_(network.weight)
+    return network
 
 
 def no_head(features: int, outputs: int) -> nn.Module:
