@@ -34,9 +34,10 @@ from lightning_taskinfo import Training, __version__, task_distance
 from lightning_taskinfo._observe import weights_now
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo.tasks import DistanceMatrix, distance
-from lightning_taskinfo.tasks.ready import Centred, prepare_task, trunk_for
+from lightning_taskinfo.tasks.complexity import START
+from lightning_taskinfo.tasks.ready import Centred, network_for, prepare_task, trunk_of
 from lightning_taskinfo.tasks.training import ModelFn
-from lightning_taskinfo.variational import noisy_weights
+from lightning_taskinfo.variational import add_weight_noise, noisy_weights
 
 TASKS = ("digits", "digits:only-0-1", "digits:inverted", "letters", "digits+letters")
 EVEN_TASKS = ("digits", "digits:inverted", "letters")
@@ -76,7 +77,13 @@ def noisy(union: distance.Union) -> dict[str, float]:
         return torch.stack([weights[name] * kl for name, kl in information().items()]).sum()
 
     fit.minimise(pull, seed_from(union.seed, 2), noisy=False)
-    fit.add_noise(start, union.prior_std, seed_from(union.seed, 3))
+    add_weight_noise(
+        fit.model,
+        std=START * union.prior_std,
+        prior_std=union.prior_std,
+        prior_center=start,
+        seed=seed_from(union.seed, 3),
+    )
     fit.minimise(penalty, seed_from(union.seed, 4), noisy=True)
     found = dict.fromkeys(betas, 0.0)
     for name, kl in information().items():
@@ -101,7 +108,7 @@ def measure(
     distance.solve = SOLVERS[name.partition(",")[0]]
     return task_distance(
         {spec: task.data for spec, task in tasks.items()}, arguments.beta,
-        trunk_fn=trunk_fn or trunk_for(tasks[specs[0]]), seeds=range(more * arguments.seeds),
+        trunk_fn=trunk_fn or trunk_of(network_for(tasks[specs[0]])), seeds=range(more * arguments.seeds),
         training=Training(
             pretrain_steps=arguments.steps, steps=longer * arguments.steps, batch_size=arguments.batch_size
         ),

@@ -13,7 +13,7 @@ from pathlib import Path
 import wandb
 
 from lightning_taskinfo import Training, task_distance
-from lightning_taskinfo.tasks import DistanceMatrix, prepare_task, trunk_for
+from lightning_taskinfo.tasks import DistanceMatrix, network_for, prepare_task, trunk_of
 
 os.environ.setdefault("WANDB_SILENT", "true")
 TASKS = {
@@ -33,7 +33,7 @@ def measure(folder: Path, *, fast: bool) -> DistanceMatrix:
     return task_distance(
         {name: task.data for name, task in tasks.items()},
         0.1,
-        trunk_fn=trunk_for(tasks["all digits"]),
+        trunk_fn=trunk_of(network_for(tasks["all digits"])),
         training=Training(pretrain_steps=8 if fast else 400),
         seeds=range(1 if fast else 3),
         workers=0 if fast else None,

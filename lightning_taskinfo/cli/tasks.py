@@ -36,7 +36,6 @@ from lightning_taskinfo.tasks import (
     structure_function,
     task_distance,
     transferability,
-    trunk_for,
     trunk_of,
 )
 from lightning_taskinfo.tasks.deep_linear import Mode
@@ -166,7 +165,7 @@ def distance(
     if len(shapes) != 1:
         raise ValueError(f"`tasks` must have inputs of one shape, got {sorted(shapes)}.")
     if model is None:
-        trunk_fn = trunk_for(next(iter(samples.values())), width)
+        trunk_fn = trunk_of(network_for(next(iter(samples.values())), width))
     else:
         trunk_fn = trunk_of(partial(started, model, checkpoint), head)
     matrix = task_distance(

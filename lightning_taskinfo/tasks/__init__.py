@@ -22,7 +22,6 @@ from lightning_taskinfo.tasks.ready import (
     network_for,
     prepare_task,
     reference_network,
-    trunk_for,
     trunk_of,
 )
 from lightning_taskinfo.tasks.task2vec import Task2Vec
@@ -47,6 +46,5 @@ __all__ = [
     "structure_function",
     "task_distance",
     "transferability",
-    "trunk_for",
     "trunk_of",
 ]

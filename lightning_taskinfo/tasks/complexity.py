@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
 
-from lightning_taskinfo._files import StrPath, claim_folder, digest, read_tensors, write_tensors
-from lightning_taskinfo._observe import ParamDict, weights_now
+from lightning_taskinfo._files import StrPath, claim_folder, read_tensors, write_tensors
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_not_negative, check_positive, check_probability
@@ -19,28 +17,22 @@ from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo.certificates.samples import Data
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
 from lightning_taskinfo.tasks.training import (
-    START,
     Fit,
     ModelFn,
-    Numbers,
     Training,
     build,
     read_task,
 )
-from lightning_taskinfo.variational import (
-    PriorCenter,
-    noisy_weights,
-    prior_means,
-    sampling,
-    weight_kl,
-)
+from lightning_taskinfo.variational import add_weight_noise, noisy_weights, sampling, weight_kl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BETAS = tuple(10 ** (2 - j / 2) for j in range(10))  # 100 … 0.003
-KEPT = "sweep.pt"  # the loss of the pre-distribution, the rows so far, and the network
+START = 0.3  # noise to begin with, as a share of the prior's: the full one shakes the means off their place
+Point: TypeAlias = tuple[float, float, float]  # information, loss, and its standard error
+KEPT = "sweep.pt"  # the points so far, the pre-distribution's first, and the network
 
 
 class Estimate(NamedTuple):
@@ -212,7 +204,7 @@ class StructureFunction(Tabled):
         """Draw loss against β and the structure function, see ``plot_structure_functions``."""
         return plot_structure_functions([self])
 
-    def _points(self) -> list[tuple[float, float, float]]:
+    def _points(self) -> list[Point]:
         swept = zip(self.kl, self.loss, self.loss_error, strict=True)
         return [(0.0, self.prior_loss, self.prior_loss_error), *swept]
 
@@ -279,7 +271,6 @@ def structure_function(
     data: Data,
     betas: Sequence[float] = BETAS,
     *,
-    prior_center: PriorCenter = "initial",
     prior_std: float = 0.1,
     likelihood: str | Likelihood = "categorical",
     training: Training | None = None,
@@ -301,9 +292,7 @@ def structure_function(
         data: ``(inputs, targets)``, a dataset of such pairs, or a loader over one, whose dataset is
             read.
         betas: Weights of the divergence beside the **sum** of the loss; used from high to low.
-        prior_center: Mean of the pre-distribution: the network's own start, ``"zero"``, or tensors
-            by parameter name.
-        prior_std: Standard deviation of the pre-distribution.
+        prior_std: Standard deviation of the pre-distribution, whose mean is the network's own start.
         likelihood: What the outputs mean, as for :func:`~lightning_taskinfo.fisher.fisher_trace`.
         training: How long and how fast to train.
         seed: Seed of the network's start, the batches and the noise.
@@ -338,25 +327,16 @@ def structure_function(
     model = build(model_fn, seed)
     fit = Fit(model, inputs, targets, meaning, training or Training())
     fit.check()
-    start = weights_now(model)
-    centre = prior_means(prior_center, start)
     if folder is not None:
-        made = {
-            "betas": betas,
-            "prior_std": prior_std,
-            "seed": seed,
-            "prior_center": digest(centre.items()),
-            "data": digest([("inputs", inputs), ("targets", targets)]),
-            **fit.configuration(),
-        }
+        made = {"betas": betas, "prior_std": prior_std, "seed": seed, **fit.configuration()}
         claim_folder(folder, made, results=[KEPT])
-    fit.add_noise(centre, prior_std, seed_from(seed, 0))
+    add_weight_noise(model, std=prior_std, prior_std=prior_std, seed=seed_from(seed, 0))
     if folder is not None and Path(folder, KEPT).exists():
         kept = read_tensors(Path(folder, KEPT), advice="Delete it to begin the sweep again.")
         rows = kept["rows"]
         model.load_state_dict(kept["model"])
     else:
-        rows = [_begin(fit, start, centre, seed)]
+        rows = [_begin(fit, seed)]
     with shown(progress, name or "structure_function", len(betas)) as tell:
         for done, beta in enumerate(betas, 1):
             if done == len(rows):
@@ -364,15 +344,14 @@ def structure_function(
                 if folder is not None:
                     write_tensors(Path(folder, KEPT), {"rows": rows, "model": model.state_dict()})
             tell(done, len(betas), f"β = {beta:.3g}")
-    prior, *swept = rows
-    kl, loss, error = (tuple(row[key] for row in swept) for key in ("kl", "loss", "loss_error"))
+    kl, loss, error = zip(*rows, strict=True)  # the prior's first
     return StructureFunction(
         betas,
-        kl,
-        loss,
-        error,
-        prior["loss"],
-        prior["loss_error"],
+        kl[1:],
+        loss[1:],
+        error[1:],
+        prior_loss=loss[0],
+        prior_loss_error=error[0],
         samples=len(targets),
         label_entropy=_label_entropy(fit),
         name=name,
@@ -392,25 +371,17 @@ def _label_entropy(fit: Fit) -> float | None:
     return per_label * len(counted) / len(fit.targets)
 
 
-def _begin(fit: Fit, start: ParamDict, centre: ParamDict, seed: int) -> Numbers:
-    """Measure the pre-distribution itself, then train without noise."""
-    _set_gaussian(fit.model, centre, 1.0)
+def _begin(fit: Fit, seed: int) -> Point:
+    """Measure the pre-distribution itself, then train without noise, and leave a part of it for later."""
     prior = fit.expected_loss()
-    _set_gaussian(fit.model, start, START)
+    for *_, noise in noisy_weights(fit.model):
+        noise.log_variance.data += 2 * math.log(START)
     with sampling(fit.model, enabled=False):
         fit.minimise(lambda: 0.0, seed_from(seed, 1), noisy=False)
-    return prior
+    return 0.0, *prior
 
 
-@torch.no_grad()
-def _set_gaussian(model: nn.Module, means: ParamDict, std: float) -> None:
-    """Put means into noisy weights, and deviations that are ``std`` times the prior's."""
-    for name, mean, noise in noisy_weights(model):
-        mean.copy_(means[name])
-        noise.log_variance.copy_(noise.prior_log_variance + 2 * math.log(std))
-
-
-def _step(fit: Fit, beta: float, done: int, seed: int) -> Numbers:
+def _step(fit: Fit, beta: float, done: int, seed: int) -> Point:
     r"""Minimise :math:`C_\beta` from where the network is, and measure.
 
     The first has the longest way to go, from plain weights to almost nothing: it is trained twice.
@@ -418,5 +389,4 @@ def _step(fit: Fit, beta: float, done: int, seed: int) -> Numbers:
     for turn in range(1 if done else 2):
         own = seed_from(seed, 2, done, turn)
         fit.minimise(lambda: beta * weight_kl(fit.model), own, noisy=True)
-    kl = weight_kl(fit.model).item()
-    return {"kl": kl, **fit.expected_loss()}
+    return weight_kl(fit.model).item(), *fit.expected_loss()

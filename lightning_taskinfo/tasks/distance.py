@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._files import StrPath, claim_folder, digest
+from lightning_taskinfo._files import StrPath, claim_folder
 from lightning_taskinfo._nested import described
 from lightning_taskinfo._observe import trainable_parameters, weights_now
 from lightning_taskinfo._parallel import check_executor, run_jobs
@@ -34,9 +34,9 @@ from lightning_taskinfo.functional.information import information_in_weights
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
 from lightning_taskinfo.plotting import Drawn, Given, figure_and_axes
 from lightning_taskinfo.tasks.training import (
+    CHUNK,
     Fit,
     ModelFn,
-    Numbers,
     Training,
     build,
     first_answers,
@@ -44,6 +44,7 @@ from lightning_taskinfo.tasks.training import (
 )
 
 HeadFn: TypeAlias = Callable[[int, int], nn.Module]
+Numbers: TypeAlias = dict[str, float]
 Array: TypeAlias = np.ndarray[Any, Any]
 Pair: TypeAlias = tuple[Tensor, Tensor]
 IMPOSSIBLE = -1e4  # the logit of a class that a task does not have: its probability is exactly 0
@@ -348,16 +349,12 @@ def task_distance(
                 f"`tasks` must have {what} of one shape and type, got {', '.join(sorted(kinds))}."
             )
     arrays = [(x.numpy(), y.numpy()) for x, y in data]
-    for name, task in zip(tasks, arrays, strict=True):  # here, where an error is seen as it is
-        union([task], seeds[0]).fit().check(f"tasks[{name!r}]")
-    if folder is not None:
-        digests = [digest([("inputs", x), ("targets", y)]) for x, y in data]
-        made = {
-            "beta": beta,
-            "prior_std": prior_std,
-            "tasks": dict(zip(tasks, digests, strict=True)),
-            **union(arrays[:1], 0).fit().configuration(),  # not the seeds: more can be added
-        }
+    fits = {name: union([task], 0).fit() for name, task in zip(tasks, arrays, strict=True)}
+    for name, fit in fits.items():  # here, where an error is seen as it is
+        fit.check(f"tasks[{name!r}]")
+    if folder is not None:  # the seeds are no part of it: more can be added
+        known = {name: fit.configuration() for name, fit in fits.items()}
+        made = {"beta": beta, "prior_std": prior_std, "tasks": known}
         claim_folder(folder, made, results=["seed-*.json"])
     sizes = [len(targets) for _, targets in data]
     wanted: set[tuple[int, ...]] = set()
@@ -435,7 +432,7 @@ def solve(union: Union) -> Numbers:
         fit.inputs,
         labels="exact",
         likelihood=union.likelihood,
-        chunk_size=union.training.chunk_size,
+        chunk_size=CHUNK,
     )
     kl = dict.fromkeys(betas, 0.0)
     for name, weight in weights_now(fit.model).items():

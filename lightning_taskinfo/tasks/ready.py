@@ -133,16 +133,6 @@ def small_network(num_inputs: int, num_outputs: int, width: int = 32) -> nn.Modu
     return nn.Sequential(small_trunk(num_inputs, width), nn.Linear(width, num_outputs))
 
 
-def trunk_for(task: PreparedTask, width: int = 32) -> ModelFn:
-    """Return what makes a :func:`small_trunk` for the images of ``task``; good for other processes.
-
-    Args:
-        task: What :func:`prepare_task` returns.
-        width: Neurons of each of the two hidden layers.
-    """
-    return partial(small_trunk, task.inputs[0].numel(), width)
-
-
 def trunk_of(model_fn: ModelFn, head: str | None = None) -> ModelFn:
     """Return what makes the network of ``model_fn`` without its head, for ``task_distance``.
 
@@ -151,8 +141,9 @@ def trunk_of(model_fn: ModelFn, head: str | None = None) -> ModelFn:
         head: Name of the head, as in ``named_modules()``; the last ``nn.Linear`` where ``None``.
 
     Example:
-        >>> trunk_of(lambda: small_network(64, 10, width=8))()(torch.zeros(2, 1, 8, 8)).shape
-        torch.Size([2, 8])
+        >>> task = prepare_task("digits", max_samples=5)
+        >>> trunk_of(network_for(task, width=8))()(task.inputs).shape
+        torch.Size([5, 8])
     """
     return partial(_without_head, model_fn, head)
 
@@ -174,13 +165,9 @@ def network_for(task: PreparedTask, width: int = 32) -> ModelFn:
 
 
 class ReferenceNetwork(nn.Module):
-    """Three convolutions and a hidden layer, for images of any size: they are made grey and 28×28 first.
+    """Three convolutions and a hidden layer, for images of any size: they are made grey and 28×28 first."""
 
-    Args:
-        num_outputs: Outputs of the head.
-    """
-
-    def __init__(self, num_outputs: int = 20) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(1, 16, 5, 2, 2), nn.ReLU(),  # 14×14
@@ -188,7 +175,7 @@ class ReferenceNetwork(nn.Module):
             nn.Conv2d(32, 48, 3, 2, 1), nn.ReLU(),  # 4×4
             nn.Flatten(), nn.Linear(48 * 16, 64), nn.ReLU(),
         )  # fmt: skip
-        self.head = nn.Linear(64, num_outputs)
+        self.head = nn.Linear(64, 20)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits ``[N, C]`` of images ``[N, channels, H, W]`` with values in ``[0, 1]``."""

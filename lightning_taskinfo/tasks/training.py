@@ -18,17 +18,16 @@ from torch import Generator, Tensor, nn
 from lightning_taskinfo._calls import NoLogitsError
 from lightning_taskinfo._files import digest
 from lightning_taskinfo._nested import first_samples, take, tensors
-from lightning_taskinfo._observe import ParamDict, observing, trainable_parameters, weights_now
+from lightning_taskinfo._observe import observing, trainable_parameters, weights_now
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive
 from lightning_taskinfo._warn import first_line
 from lightning_taskinfo.certificates.samples import Data, read_pair
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood
-from lightning_taskinfo.variational import add_weight_noise, noisy_weights, sampling
+from lightning_taskinfo.variational import noisy_weights, sampling
 
 ModelFn: TypeAlias = Callable[[], nn.Module]
-Numbers: TypeAlias = dict[str, float]
-START = 0.3  # noise to begin with, as a share of the prior's: the full one shakes the means off their place
+CHUNK = 4096  # samples that go through the network at a time where nothing is trained
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class Training:
         learning_rate: Rate for weights and means.
         log_variance_learning_rate: Rate for the log-variances, which have further to go.
         draws: Networks drawn from :math:`Q` to estimate :math:`E_Q[L_D]` after the training.
-        chunk_size: Samples that go through the network at a time where nothing is trained.
 
     Raises:
         ValueError: If a number of steps is negative, or another value not positive.
@@ -54,15 +52,10 @@ class Training:
     learning_rate: float = 1e-2
     log_variance_learning_rate: float = 1e-1
     draws: int = 32
-    chunk_size: int = 4096
 
     def __post_init__(self) -> None:
         check_not_negative(pretrain_steps=self.pretrain_steps)
-        check_counts(
-            steps=self.steps,
-            batch_size=self.batch_size,
-            chunk_size=self.chunk_size,
-        )
+        check_counts(steps=self.steps, batch_size=self.batch_size)
         check_positive(
             learning_rate=self.learning_rate,
             log_variance_learning_rate=self.log_variance_learning_rate,
@@ -153,7 +146,7 @@ class Fit:
         return outputs
 
     def configuration(self) -> dict[str, Any]:
-        """Return what decides the numbers that come out, beside data, prior and seed: a folder belongs to one.
+        """Return what decides the numbers that come out, beside prior and seed: a folder belongs to one.
 
         A network is known by its weights, its modules, and its answers to two samples, which are
         rounded, since another machine may go on with the folder.
@@ -163,21 +156,13 @@ class Fit:
             "modules": repr(self.model),
             "answers": f"{self.check().double().abs().mean():.2e}",
         }
+        data = enumerate(tensors((self.inputs, self.targets)))
         return {
+            "data": digest((str(index), x) for index, x in data),
             "likelihood": repr(self.likelihood),
             "network": network,
             "training": asdict(self.training),
         }
-
-    def add_noise(self, centre: ParamDict, prior_std: float, seed: int) -> None:
-        """Turn all weights noisy."""
-        add_weight_noise(
-            self.model,
-            std=START * prior_std,
-            prior_center=centre,
-            prior_std=prior_std,
-            seed=seed,
-        )
 
     def minimise(
         self,
@@ -218,20 +203,19 @@ class Fit:
                 )
 
     @torch.no_grad()
-    def expected_loss(self) -> Numbers:
-        r"""Estimate ``loss``, the expected **sum** :math:`E_Q[L_D]`, and its Monte-Carlo standard error.
+    def expected_loss(self) -> tuple[float, float]:
+        r"""Estimate the expected **sum** :math:`E_Q[L_D]` of the loss, and its Monte-Carlo standard error.
 
         Every chunk of samples sees a network of its own, which is as unbiased as one network for
         all, and varies less.
         """
-        size = self.training.chunk_size
         sums = torch.zeros(self.training.draws, dtype=torch.float64)
         self.model.eval()
         with sampling(self.model):
-            for draw, start in product(range(len(sums)), range(0, len(self.targets), size)):
-                sums[draw] += self.losses(slice(start, start + size)).double().sum()
+            for draw, start in product(range(len(sums)), range(0, len(self.targets), CHUNK)):
+                sums[draw] += self.losses(slice(start, start + CHUNK)).double().sum()
         error = sums.std() / math.sqrt(len(sums))
-        return {"loss": sums.mean().item(), "loss_error": error.item()}
+        return sums.mean().item(), error.item()
 
 
 def _batches(n: int, batch_size: int, generator: Generator) -> Iterator[Tensor]:

@@ -39,7 +39,7 @@ def test_equals_the_closed_form_of_bayesian_linear_regression():
     )
     curves = [
         structure_function(
-            regression.line, (X, y), (3.0, 1.0), prior_center="zero", prior_std=1.0, likelihood="gaussian",
+            regression.line, (X, y), (3.0, 1.0), prior_std=1.0, likelihood="gaussian",
             training=training, seed=seed,
         )
         for seed in range(4)
@@ -68,7 +68,6 @@ def test_the_prior_point_is_the_loss_of_weights_without_information():
         regression.line,
         (X, y),
         (1.0,),
-        prior_center="zero",
         prior_std=1.0,
         likelihood="gaussian",
         training=training,
@@ -151,7 +150,6 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
         {"prior_std": 0.2},
         {"seed": 1},
         {"data": (x, 2 - y)},
-        {"prior_center": "zero"},
     ):
         arguments = {"data": (x, y), **changed}
         with pytest.raises(
@@ -234,10 +232,6 @@ def test_a_network_is_known_by_its_weights_its_modules_and_what_it_answers_to_tw
         ({"betas": (1.0, 0.0)}, r"`betas` must be positive, got 0\.0\."),
         ({"betas": ()}, r"`betas` must be positive, got \(\)\."),
         ({"prior_std": 0.0}, r"`prior_std` must be positive, got 0\.0\."),
-        (
-            {"prior_center": "one"},
-            "`prior_center` must be 'initial', 'zero' or a state dict, got 'one'",
-        ),
         (
             {"likelihood": "poisson"},
             "`likelihood` must be one of categorical, bernoulli, gaussian, got 'poisson'",

@@ -8,7 +8,7 @@ import torch
 
 from lightning_taskinfo.tasks.complexity import structure_function
 from lightning_taskinfo.tasks.distance import task_distance
-from lightning_taskinfo.tasks.ready import network_for, prepare_task, trunk_for
+from lightning_taskinfo.tasks.ready import network_for, prepare_task, trunk_of
 from lightning_taskinfo.tasks.training import Training
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def test_complex_tasks_are_nearer_to_simple_ones_than_the_other_way_round():
     tasks = {spec: prepare_task(spec, max_samples=280) for spec in ("digits", "digits:only-0-1")}
     matrix = task_distance(
         {name: task.data for name, task in tasks.items()}, 0.1, seeds=(0, 1), workers=0,
-        trunk_fn=trunk_for(tasks["digits"]), training=Training(pretrain_steps=200),
+        trunk_fn=trunk_of(network_for(tasks["digits"])), training=Training(pretrain_steps=200),
     )  # fmt: skip
     assert (matrix.distances[:, 0, 1] < matrix.distances[:, 1, 0]).all()
     assert (matrix.distances.diagonal(dim1=1, dim2=2).abs() < 0.05 * matrix.information).all()

@@ -197,7 +197,7 @@ def test_a_folder_belongs_to_one_matrix(here, tmp_path):
         measure(workers=0, folder=tmp_path, prior_std=0.2)
     x, y = some_tasks()["two"]
     relabelled = {**some_tasks(), "two": (x, 2 - y)}
-    with pytest.raises(ValueError, match=r"same configuration.*\n  tasks\.two: "):
+    with pytest.raises(ValueError, match=r"same configuration.*\n  tasks\.two\.data: "):
         task_distance(relabelled, 1.0, folder=tmp_path, workers=0, **measure.keywords)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_taskinfo.data import ArrayData, load_dataset, save_npz
-from lightning_taskinfo.tasks.ready import network_for, prepare_task, trunk_for
+from lightning_taskinfo.tasks.ready import network_for, prepare_task, trunk_of
 
 
 @pytest.fixture(scope="module")
@@ -102,4 +102,4 @@ def test_refuses_arguments():
 def test_networks_fit_their_task():
     task = prepare_task("digits:even-odd", max_samples=10)
     assert network_for(task, width=4)()(task.inputs).shape == (10, 2)
-    assert trunk_for(task, width=4)()(task.inputs).shape == (10, 4)
+    assert trunk_of(network_for(task, width=4))()(task.inputs).shape == (10, 4)
