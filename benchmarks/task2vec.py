@@ -58,7 +58,7 @@ def seconds(call) -> float:
 
 def race(network: str, n: int, labels: str, rounds: int) -> dict:
     embedder, x, y = fitted(network, n, labels, torch.float32)
-    weights = list(embedder.filters)
+    weights = embedder.weights
     times = {"ours": [], "loop": [], "head": []}
     for turn in range(rounds + 1):  # the first is to warm up
         now = {
@@ -86,7 +86,7 @@ def race(network: str, n: int, labels: str, rounds: int) -> dict:
 
 def disagreement(network: str, n: int) -> float:
     embedder, x, _ = fitted(network, n, "exact", torch.float64)
-    reference = looped(embedder.network, list(embedder.filters), x, "exact")
+    reference = looped(embedder.network, embedder.weights, x, "exact")
     found = torch.cat(embedder._fisher(x))
     return (
         ((found - reference).abs() / reference.clamp(min=torch.finfo(torch.float64).tiny))
@@ -96,7 +96,7 @@ def disagreement(network: str, n: int) -> float:
 
 
 def _parameters(embedder: Task2Vec) -> list[Tensor]:
-    return [embedder.network.get_parameter(name) for name in embedder.filters]
+    return [embedder.network.get_parameter(name) for name in embedder.weights]
 
 
 def main() -> None:

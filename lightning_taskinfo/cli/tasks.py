@@ -161,9 +161,6 @@ def distance(
     """
     named = named_tasks(tasks, data, FIVE)
     samples = prepared(named, max_samples=max_samples, size=size)
-    shapes = {tuple(task.inputs.shape[1:]) for task in samples.values()}
-    if len(shapes) != 1:
-        raise ValueError(f"`tasks` must have inputs of one shape, got {sorted(shapes)}.")
     if model is None:
         trunk_fn = trunk_of(network_for(next(iter(samples.values())), width))
     else:

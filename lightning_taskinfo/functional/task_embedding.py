@@ -15,35 +15,6 @@ from torch.nn.functional import pad
 from lightning_taskinfo._ranges import check_not_negative, check_values
 
 
-def filter_means(
-    fisher: Tensor,
-    *,
-    transposed: bool = False,
-    groups: int = 1,
-) -> Tensor:
-    """Mean of a weight's diagonal Fisher information over each filter: one number per output channel or row.
-
-    Args:
-        fisher: Diagonal of the Fisher information, shaped like the weight: ``[out, in, ...]``, or
-            ``[in, out / groups, ...]`` for a transposed convolution.
-        transposed: Whether the weight is that of a transposed convolution.
-        groups: Groups of the transposed convolution.
-
-    Returns:
-        The means, shape ``[out]``.
-
-    Example:
-        >>> filter_means(torch.tensor([[1.0, 3.0], [4.0, 4.0]]))
-        tensor([2., 4.])
-        >>> filter_means(torch.tensor([[1.0, 3.0], [4.0, 4.0]]), transposed=True)
-        tensor([2.5000, 3.5000])
-    """
-    if transposed:
-        grouped = fisher.unflatten(0, (groups, -1))  # [groups, in / groups, out / groups, ...]
-        fisher = grouped.transpose(1, 2).flatten(0, 1)  # [out, in / groups, ...]
-    return fisher.flatten(1).mean(1)
-
-
 def embedding_distance(
     a: Tensor,
     b: Tensor,

@@ -87,8 +87,8 @@ class StructureFunction(Tabled):
     @property
     def objective(self) -> tuple[float, ...]:
         r"""The sweep's own :math:`E_Q[L_D] + \beta\,\mathrm{KL}` at each :math:`\beta`."""
-        rows = zip(self.betas, self.kl, self.loss, strict=True)
-        return tuple(e + beta * t for beta, t, e in rows)
+        points = zip(self.betas, self._points()[1:], strict=True)
+        return tuple(e + beta * t for beta, (t, e, _) in points)
 
     def complexity(self, beta: float) -> Estimate:
         r"""Return the information complexity :math:`C_\beta`: the least :math:`E_Q[L_D] + \beta\,\mathrm{KL}` found.
@@ -179,9 +179,7 @@ class StructureFunction(Tabled):
 
     def _cells(self) -> Cells:
         cells = []
-        for beta, kl, loss, error in zip(
-            self.betas, self.kl, self.loss, self.loss_error, strict=True
-        ):
+        for beta, (kl, loss, error) in zip(self.betas, self._points()[1:], strict=True):
             both = f"{loss:,.1f} ± {error:,.1f}"
             cells.append([f"{beta:.3g}", f"{kl:,.1f}", both, f"{loss / self.samples:.3f}"])
         return ["β", "information, nats", "loss, nats", "loss per sample"], cells
@@ -231,36 +229,26 @@ def plot_structure_functions(
     if not curves:
         raise ValueError("`curves` must hold at least one structure function, got none.")
     fig = Figure(figsize=(10, 4), layout="constrained")
-    left, right = fig.subplots(1, 2)
+    left, right = fig.subplots(1, 2, sharey=True)
     for index, curve in enumerate(curves):
         color = f"C{index}"
-        N = curve.samples
-        t, e, error = torch.tensor(curve._points()).T  # the prior's first
-        left.errorbar(
-            curve.betas,
-            e[1:] / N,
-            error[1:] / N,
-            fmt=".-",
-            color=color,
-            label=curve.name,
-        )
-        right.errorbar(t, e / N, error / N, fmt=".", color=color)
-        t, e = torch.tensor(curve.hull()).T
-        right.plot(t, e / N, color=color, linewidth=1)
+        t, e, error = torch.tensor(curve._points()).T.numpy()  # the prior's first
+        e, error = e / curve.samples, error / curve.samples
+        left.errorbar(curve.betas, e[1:], error[1:], fmt=".-", color=color, label=curve.name)
+        right.errorbar(t, e, error, fmt=".", color=color)
+        t, e = torch.tensor(curve.hull()).T.numpy()
+        right.plot(t, e / curve.samples, color=color, linewidth=1)
         if curve.label_entropy is not None:
             for ax in (left, right):
                 ax.axhline(curve.label_entropy, color=color, linestyle="--", linewidth=0.7)
         critical = curve.critical_beta()
         if critical is not None:
             left.axvline(critical, color=color, linestyle=":", linewidth=1)
-    left.set(xscale="log", xlabel=r"$\beta$, price of a nat")
+    left.set(xscale="log", xlabel=r"$\beta$, price of a nat", ylabel=r"$E_Q[L_D]/N$ (nats)")
+    left.set_ylim(bottom=0)
     left.invert_xaxis()
     right.set_xlabel(r"information in the weights, $\mathrm{KL}(Q\|P)$ (nats)")
     right.set_xlim(left=0)
-    for ax in (left, right):
-        ax.set_ylabel(r"$E_Q[L_D]/N$ (nats)")
-        ax.set_ylim(bottom=0)
-        ax.spines[["top", "right"]].set_visible(False)
     if any(curve.name for curve in curves):
         left.legend(frameon=False)
     return fig, (left, right)

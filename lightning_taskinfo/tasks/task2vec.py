@@ -24,12 +24,10 @@ from lightning_taskinfo.certificates.samples import Data, read_labelled
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.fisher import fisher_diagonal
 from lightning_taskinfo.functional.likelihood import Categorical
-from lightning_taskinfo.functional.task_embedding import filter_means
 from lightning_taskinfo.tasks import ready
 from lightning_taskinfo.tasks.embedding import TaskEmbedding
 from lightning_taskinfo.tasks.training import first_answers
 
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH = 512
 IGNORED = Categorical().ignore_index
 
@@ -42,7 +40,8 @@ class Task2Vec:
 
     For every task a new linear head is fitted to the network's frozen features; then each sample's
     gradient by the network's weights is squared (never the mean gradient of a batch) and averaged
-    over the weights of each filter: the output channel of a convolution, the row of a matrix. The
+    over the weights of each filter: the output channel of a convolution, the row of a matrix (of a
+    transposed convolution, which has its inputs first, an input channel). The
     head is left out, so tasks with different numbers of classes have embeddings of one length.
     Biases and the vectors of normalisation layers are left out too. The network is copied and stays
     as it is; it is measured in eval mode.
@@ -108,9 +107,9 @@ class Task2Vec:
             network = ready.reference_network()
         self.network = deepcopy(network).eval()
         self.head = ready.find_head(self.network, head)
-        self.filters = _filters(self.network, self.head)  # weight -> how its filters lie in it
+        self.weights = _weights(self.network, self.head)
         for name, parameter in self.network.named_parameters():
-            parameter.requires_grad_(name in self.filters)
+            parameter.requires_grad_(name in self.weights)
         self.device = next(self.network.parameters()).device
         self.fingerprint = fingerprint(self.network, self.head)
 
@@ -155,7 +154,7 @@ class Task2Vec:
         return TaskEmbedding(
             name=name,
             vector=torch.cat(means),
-            layers=tuple(self.filters),
+            layers=tuple(self.weights),
             sizes=tuple(map(len, means)),
             network=self.fingerprint,
             labels=self.labels,
@@ -242,10 +241,7 @@ class Task2Vec:
             forward_fn=self.forward_fn,
             chunk_size=BATCH,
         )
-        means = []
-        for name, layout in self.filters.items():
-            means.append(filter_means(diagonal[name].double(), **layout).cpu())
-        return means
+        return [diagonal[name].double().flatten(1).mean(1).cpu() for name in self.weights]
 
     def _error(self, inputs: Any, labels: Tensor, classes: Tensor) -> float:
         """Share of wrong answers of the network with its fitted head; a class that was not fitted is always wrong."""
@@ -262,18 +258,12 @@ def fingerprint(network: nn.Module, head: str) -> str:
     return digest((name, x) for name, x in state if not name.startswith(f"{head}."))
 
 
-def _filters(network: nn.Module, head: str) -> dict[str, dict[str, Any]]:
-    """Return how filters lie in each weight of two or more axes outside the head, by the weight's name."""
-    found: dict[str, dict[str, Any]] = {}
-    known = dict(network.named_parameters())  # a shared weight has the name of its first owner
-    for path, module in network.named_modules():
-        for name, p in module.named_parameters(path, recurse=False):
-            if name not in known or name.startswith(f"{head}."):
-                continue
-            if p.ndim > 1 and p.is_floating_point():
-                transposed = isinstance(module, TRANSPOSED)
-                groups = getattr(module, "groups", 1)
-                found[name] = {"transposed": transposed, "groups": groups}
+def _weights(network: nn.Module, head: str) -> list[str]:
+    """Return the names of all weights of two or more axes outside the head."""
+    found = []
+    for name, p in network.named_parameters():
+        if p.ndim > 1 and p.is_floating_point() and not name.startswith(f"{head}."):
+            found.append(name)
     if not found:
         raise ValueError(
             f"`network` must have a weight with filters beside its head {head!r}, got none."

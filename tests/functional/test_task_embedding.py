@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 from scipy.spatial.distance import cosine, pdist, squareform
-from torch.nn.functional import conv_transpose2d
 
 from lightning_taskinfo.functional.task_embedding import (
     asymmetric_embedding_distance,
     classical_scaling,
     embedding_distance,
-    filter_means,
 )
 
 
@@ -98,23 +96,6 @@ def test_the_correction_belongs_to_the_source_and_grows_with_its_information(emb
 def test_refuses_what_is_outside_the_domain(embeddings, arguments, message):
     with pytest.raises(ValueError, match=message):
         asymmetric_embedding_distance(embeddings[0], embeddings[1], **arguments)
-
-
-@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5, 5)], ids=str)
-def test_filter_means_are_means_over_rows(shape):
-    fisher = torch.rand(shape, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(filter_means(fisher), torch.stack([row.mean() for row in fisher]))
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_the_filters_of_a_transposed_convolution_are_its_output_channels(groups):
-    """A channel of the output depends on those weights that its mean is over, and on no others."""
-    weight = torch.rand(4, 3, 2, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    output = conv_transpose2d(
-        torch.ones(1, 4, 1, 1), weight, groups=groups
-    )  # every weight reaches one pixel
-    means = filter_means(weight, transposed=True, groups=groups)
-    torch.testing.assert_close(means, output[0].flatten(1).sum(1) / (4 // groups) / 4)
 
 
 def test_scaling_finds_points_again():
