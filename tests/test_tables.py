@@ -28,7 +28,7 @@ def matrix(seeds=2):
     distances = torch.cat([distances + 2 * seed for seed in range(seeds)])
     alone = torch.full((seeds, 3), 100.0, dtype=torch.float64)
     return DistanceMatrix(
-        ("a", "b", "c"), 1.0, (9, 9, 9), tuple(range(seeds)), distances, distances, alone
+        ("a", "b", "c"), 1.0, (9, 9, 9), tuple(range(seeds)), distances, alone
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def plot_phase_map(
     max_gamma: float = 2.0,
     ax: Given = None,
 ) -> Drawn:
-    """Draw sign and size of the gain as colours, with the closed-form boundaries of negative transfer.
+    """Draw sign and size of the gain as colours, and a line where negative transfer begins.
 
     Colours end at gains of ±1, which have a pole at the interpolation threshold.
 
@@ -73,10 +73,10 @@ def plot_phase_map(
     middles = torch.arange(300, dtype=torch.float64) + 0.5  # none is on the pole at gamma = 1
     gamma = middles * max_gamma / 300
     gain = transferability(mode, theta[:, None], gamma, sigma, depth=depth)
+    place = gamma.numpy(), theta.rad2deg().numpy()
     fig, ax = figure_and_axes(ax, size=(5, 4))
     image = ax.pcolormesh(
-        gamma.numpy(),
-        theta.rad2deg().numpy(),
+        *place,
         gain.numpy(),
         cmap="RdBu",
         vmin=-1,
@@ -84,8 +84,8 @@ def plot_phase_map(
         rasterized=True,
     )
     fig.colorbar(image, ax=ax, label="gain $T$ over scratch", extend="both")
-    for x, y in _boundaries(mode, sigma, depth):
-        ax.plot(x, y.rad2deg(), color="black", linewidth=1.5)
+    decided = torch.where(gain == 0, math.nan, gain)  # fine-tuning on many samples changes nothing
+    ax.contour(*place, decided.numpy(), levels=[0], colors="black")
     ax.set(
         xlim=(0, max_gamma),
         ylim=(0, 90),
@@ -94,12 +94,3 @@ def plot_phase_map(
         title=rf"{TITLES[mode]}, $\sigma = {sigma:g}$",
     )
     return fig, ax
-
-
-def _boundaries(mode: Mode, sigma: float, depth: int) -> list[tuple[Tensor, Tensor]]:
-    """Samples per dimension and angles at which the gain is 0, a pair for each line."""
-    if mode == "fine_tune":
-        gamma = torch.linspace(1e-3, 1 - 1e-6, 2000, dtype=torch.float64)
-        return [(gamma, deep_linear.fine_tuning_boundary(gamma, sigma, depth=depth))]
-    theta = torch.linspace(1e-4, math.pi / 2, 4000, dtype=torch.float64)
-    return [(gamma, theta) for gamma in deep_linear.negative_transfer_interval(theta, sigma)]

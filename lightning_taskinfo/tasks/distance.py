@@ -56,8 +56,8 @@ class DistanceMatrix(Tabled):
 
     .. math:: d_\beta(D_1 \to D_2) = \mathrm{KL}(Q_{12}\|P) - \mathrm{KL}(Q_1\|P)
 
-    Rows are the task that is known, columns the one that is added. Trunk and the known task's head count; the new head
-    is in :attr:`new_head`. Estimates can be negative, and the diagonal, which would be 0 for perfect training, is
+    Rows are the task that is known, columns the one that is added. Trunk and the known task's head count, the new head
+    does not. Estimates can be negative, and the diagonal, which would be 0 for perfect training, is
     measured like the rest.
 
     Attributes:
@@ -66,7 +66,6 @@ class DistanceMatrix(Tabled):
         samples: Number of samples of each task.
         seeds: Seeds of the ``S`` repetitions.
         distances: Of each seed, shape ``[S, K, K]``, float64.
-        new_head: Information in the new task's head, shape ``[S, K, K]``.
         information: :math:`\mathrm{KL}(Q_1\|P)` of each task alone, shape ``[S, K]``.
     """
 
@@ -75,7 +74,6 @@ class DistanceMatrix(Tabled):
     samples: tuple[int, ...]
     seeds: tuple[int, ...]
     distances: Tensor
-    new_head: Tensor
     information: Tensor
 
     @property
@@ -386,19 +384,18 @@ def _measured(
     found: Mapping[str, Numbers],
     sizes: list[int],
     seeds: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Distances, information in new heads, and in each task alone, from that in the parts of all trainings."""
+) -> tuple[Tensor, Tensor]:
+    """Distances, and information in each task alone, from that in the parts of all trainings."""
     S, K = len(seeds), len(sizes)
-    distances, new_head = torch.zeros(2, S, K, K, dtype=torch.float64)
+    distances = torch.zeros(S, K, K, dtype=torch.float64)
     information = torch.zeros(S, K, dtype=torch.float64)
     for (s, seed), i, j in product(enumerate(seeds), range(K), range(K)):
         information[s, i] = sum(found[_name(seed, (i,))].values())
         parts = _trained(i, j, sizes)
-        known = parts.index(i)
         both = found[_name(seed, parts)]
-        new_head[s, i, j] = both[f"head_{1 - known}"]
-        distances[s, i, j] = both["trunk"] + both[f"head_{known}"] - information[s, i]
-    return distances, new_head, information
+        known = both["trunk"] + both[f"head_{parts.index(i)}"]
+        distances[s, i, j] = known - information[s, i]
+    return distances, information
 
 
 def _trained(i: int, j: int, sizes: list[int]) -> tuple[int, int]:

@@ -127,13 +127,10 @@ class Fit:
     likelihood: Likelihood
     training: Training
 
-    def outputs(self, index: Tensor | slice) -> Any:
-        """Return what the network makes of the picked samples."""
-        return self.model(take(self.inputs, lambda x: x[index]))
-
     def losses(self, index: Tensor | slice) -> Tensor:
         """Return the negative log-likelihood of the picked samples in nats, shape ``[B]``."""
-        return -self.likelihood.log_prob(self.outputs(index), self.targets[index])
+        outputs = self.model(take(self.inputs, lambda x: x[index]))
+        return -self.likelihood.log_prob(outputs, self.targets[index])
 
     def check(self, argument: str = "data") -> Tensor:
         """Return the answers to two samples; a ``ValueError`` if outputs or targets do not fit the likelihood."""

@@ -2,37 +2,36 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from lightning_taskinfo.functional.deep_linear import (
+    fine_tuning_boundary,
+    negative_transfer_interval,
+)
 from lightning_taskinfo.tasks.deep_linear import plot_phase_map, transferability
 
 MODES = ["linear", "fine_tune"]
 
 
-def test_map_has_the_boundaries_of_the_signs():
-    """Each drawn line separates signs: the gain changes across it."""
-    for mode in MODES:
-        _, ax = plot_phase_map(mode, 0.2)
-        assert len(ax.lines) == {"linear": 3, "fine_tune": 1}[mode]
-        for line in ax.lines:
-            gamma, theta = (
-                torch.as_tensor(values, dtype=torch.float64) for values in line.get_data()
-            )
-            theta = theta / 180 * math.pi
-            inside = (
-                (gamma > 0.05)
-                & (gamma < 2)
-                & (theta > 0.01)
-                & (theta < 1.55)
-                & ((gamma - 1).abs() > 1e-3)
-            )
-            gamma, theta = gamma[inside], theta[inside]
-            assert len(gamma) > 10
-            below, above = (
-                transferability(mode, theta + step, gamma, 0.2) for step in (-5e-3, 5e-3)
-            )
-            assert (below * above < 0).all()
+@pytest.mark.parametrize("mode", MODES)
+def test_map_has_the_boundaries_of_the_signs(mode):
+    """The drawn lines are those of the closed forms, to the width of a cell."""
+    _, ax = plot_phase_map(mode, 0.2)
+    drawn = torch.as_tensor(np.concatenate([p.vertices for p in ax.collections[-1].get_paths()]))
+    gamma, theta = drawn.T[0], drawn.T[1].deg2rad()
+    assert len(gamma) > 100
+    inside = (theta > 0.05) & ((gamma - 1).abs() > 0.02)
+    gamma, theta = gamma[inside], theta[inside]
+    if mode == "fine_tune":
+        known = fine_tuning_boundary(gamma, 0.2)
+        assert (known - theta).abs().max() < math.pi / 300
+    else:
+        ends = torch.stack(negative_transfer_interval(theta, 0.2))
+        gaps = (ends.nan_to_num(math.inf) - gamma).abs().amin(0)
+        assert gaps.quantile(0.95) < 2 / 300
+        assert all((ends[i] - gamma).abs().nan_to_num(9).min() < 0.01 for i in range(3))
 
 
 def test_map_colours_are_the_gains():
