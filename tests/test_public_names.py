@@ -133,7 +133,7 @@ def test_the_width_of_the_logits_has_one_name():
     """``num_classes`` is a number of classes: of data, of labels, and of a classifier made for them."""
     of_logits = {name for name, thing in NAMES.items() if "num_outputs" in parameters(thing)}
     of_classes = {name for name, thing in NAMES.items() if "num_classes" in parameters(thing)}
-    assert of_logits == {"Lautum", "TemporalEnsembling", "tasks.ReferenceNetwork"}
+    assert of_logits == {"Lautum", "TemporalEnsembling"}
     assert of_classes == {
         "data.ArrayData",
         "TransferClassifier",
