@@ -178,6 +178,8 @@ class Task2Vec:
             raise ValueError(
                 f"`{argument}` must have classes from 0 on, or {IGNORED} for none, as labels, got {negative[0]}."
             )
+        if not counted.any():
+            raise ValueError(f"`{argument}` must hold a label that counts, got none.")
         if not counted.all():
             labels = labels[counted]
             inputs = take(inputs, lambda x: x[counted.to(x.device)])

@@ -402,8 +402,9 @@ def test_samples_without_a_label_do_not_count(embedder):
         (lambda y: y - 1, "must have classes from 0 on, or -100 for none, as labels, got -1"),
         (lambda y: y[:, None], r"must have class indices as labels, \[N\], got .*\[24, 1\]"),
         (lambda y: y.double(), r"must have class indices as labels, \[N\], got torch.float64"),
+        (lambda y: 0 * y - 100, "must hold a label that counts, got none"),
     ],
-    ids=["negative", "column", "float"],
+    ids=["negative", "column", "float", "ignored"],
 )
 def test_refuses_labels(embedder, argument, change, message):
     x, y = task()
