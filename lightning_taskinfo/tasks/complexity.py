@@ -234,7 +234,14 @@ def plot_structure_functions(
         color = f"C{index}"
         t, e, error = torch.tensor(curve._points()).T.numpy()  # the prior's first
         e, error = e / curve.samples, error / curve.samples
-        left.errorbar(curve.betas, e[1:], error[1:], fmt=".-", color=color, label=curve.name)
+        left.errorbar(
+            curve.betas,
+            e[1:],
+            error[1:],
+            fmt=".-",
+            color=color,
+            label=curve.name,
+        )
         right.errorbar(t, e, error, fmt=".", color=color)
         t, e = torch.tensor(curve.hull()).T.numpy()
         right.plot(t, e / curve.samples, color=color, linewidth=1)
@@ -313,12 +320,28 @@ def structure_function(
     meaning = as_likelihood(likelihood)
     inputs, targets = read_task(data, meaning)
     model = build(model_fn, seed)
-    fit = Fit(model, inputs, targets, meaning, training or Training())
+    fit = Fit(
+        model,
+        inputs,
+        targets,
+        meaning,
+        training or Training(),
+    )
     fit.check()
     if folder is not None:
-        made = {"betas": betas, "prior_std": prior_std, "seed": seed, **fit.configuration()}
+        made = {
+            "betas": betas,
+            "prior_std": prior_std,
+            "seed": seed,
+            **fit.configuration(),
+        }
         claim_folder(folder, made, results=[KEPT])
-    add_weight_noise(model, std=prior_std, prior_std=prior_std, seed=seed_from(seed, 0))
+    add_weight_noise(
+        model,
+        std=prior_std,
+        prior_std=prior_std,
+        seed=seed_from(seed, 0),
+    )
     if folder is not None and Path(folder, KEPT).exists():
         kept = read_tensors(Path(folder, KEPT), advice="Delete it to begin the sweep again.")
         rows = kept["rows"]

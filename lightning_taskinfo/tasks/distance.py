@@ -154,7 +154,14 @@ class DistanceMatrix(Tabled):
         fig.colorbar(image, ax=ax, label="distance (nats)", shrink=0.8)
         for i, j in product(tasks, repeat=2):
             text = self._cell(i, j).replace(" ± ", "\n±")
-            ax.text(j, i, text, ha="center", va="center", fontsize=8)
+            ax.text(
+                j,
+                i,
+                text,
+                ha="center",
+                va="center",
+                fontsize=8,
+            )
         ax.set_xticks(tasks, self.names, rotation=30, ha="right")
         ax.set_yticks(tasks, self.names)
         ax.set(xlabel="to: the task that is added", ylabel="from: the task that is known")
