@@ -81,8 +81,14 @@ def test_files_are_tasks_too(tmp_path):
     ("spec", "match"),
     [
         ("digits:upside-down", "A variant must be like one of even-odd, .* got 'upside-down'"),
-        ("digits:only-3", "A variant must name two or more different classes, got 'only-3'"),
-        ("digits:only-3-12", "A variant must name classes from 0 to 9, got 'only-3-12'"),
+        (
+            "digits:only-3",
+            "A variant must name different classes from 0 to 9, two or more behind only, got 'only-3'",
+        ),
+        (
+            "digits:only-3-12",
+            "A variant must name different classes from 0 to 9, two or more behind only, got 'only-3-12'",
+        ),
         ("numbers", "A dataset must be digits or letters or name a file; 'numbers' was not found"),
     ],
 )
