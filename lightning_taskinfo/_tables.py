@@ -5,14 +5,19 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, TypeAlias
 
+from lightning_taskinfo._wandb import log_once
+
 Cells: TypeAlias = tuple[list[str], list[list[str]]]
 
 
 class Tabled:
     """A result that prints itself: a table, remarks where there is cause for them, and one sentence.
 
-    Subclasses have ``_cells`` and ``reading``; those with a ``to_dict`` can be written as JSON.
+    Subclasses have ``_cells`` and ``reading``; those with a ``to_dict`` can be written as JSON, and those with
+    ``plot``, ``_log_key`` and ``_scalars`` logged to W&B.
     """
+
+    plot: Any
 
     def _cells(self) -> Cells:
         """Return column names and rows, as they are shown."""
@@ -33,6 +38,24 @@ class Tabled:
     def to_json(self, **options: Any) -> str:
         """Return everything as JSON; ``options`` go to ``json.dumps``."""
         return json.dumps(self.to_dict(), **options)
+
+    def _log_key(self) -> str:
+        """Return what the names in a W&B run share."""
+        raise NotImplementedError
+
+    def _scalars(self) -> dict[str, float]:
+        """Return the numbers to compare W&B runs by."""
+        raise NotImplementedError
+
+    def log(self, run: Any) -> None:
+        """Log the figure as an image, the table, and the main numbers to a W&B run.
+
+        Args:
+            run: What ``wandb.init()`` returned, or a WandbLogger's ``experiment``.
+        """
+        figures = {"figure": self.plot()[0]}
+        tables = {"table": self._cells()}
+        log_once(run, self._log_key(), scalars=self._scalars(), figures=figures, tables=tables)
 
     def __str__(self) -> str:
         lines = [text_table(*self._cells()), *self._remarks(), self.reading()]

@@ -35,7 +35,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_wandb": {"matplotlib", "plotting", "wandb"},
     "_warn": set(),
     "_ranges": {"torch"},
-    "_tables": set(),
+    "_tables": {"_wandb"},
     "_progress": {"tqdm"},
     "_files": {"torch"},
     "_parallel": {"torch", "_files"},

@@ -220,3 +220,15 @@ def test_ranking_of_starts(tmp_path):
     with wandb.init(mode="offline", dir=tmp_path, project="test") as run:
         ranking.log(run)
     check("Ranking of starts", keys_of(Path(run.dir).parent))
+
+
+def test_tasks(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    from tests.test_tables import CURVE, EMBEDDING, matrix
+
+    with wandb.init(mode="offline", dir=tmp_path) as run:
+        for result in (CURVE, EMBEDDING, matrix()):
+            result.log(run)
+    logged = keys_of(next(tmp_path.glob("wandb/offline-run-*")))
+    check("Tasks", logged)
+    assert "taskinfo/task_distance/a→b" in logged

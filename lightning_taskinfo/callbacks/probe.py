@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
 
 T = TypeVar("T")
+KEPT_ROWS = 256  # of the history, in a checkpoint
 
 
 class Probe(Callback, ABC):
@@ -61,7 +62,8 @@ class Probe(Callback, ABC):
     figure, a table and a summary. A measurement that fails leaves a gap, and one warning.
 
     The same object in a second ``fit`` of the same module goes on with its history, and with the
-    weights it has taken for the start; a training of its own has a callback of its own.
+    weights it has taken for the start; a training of its own has a callback of its own. A
+    checkpoint keeps a long history thinned, with its extremes.
 
     Args:
         every_n_steps: Optimizer steps between two measurements.
@@ -443,7 +445,8 @@ class Probe(Callback, ABC):
         return {**self.__dict__, "_module": None, "_trainer": None}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": [*self.history], "extra": self._extra}
+        history = report.thinned(self.history, self.headline, KEPT_ROWS)
+        return {"history": history, "extra": self._extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = list(state_dict["history"])

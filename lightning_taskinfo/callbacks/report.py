@@ -42,6 +42,25 @@ def is_known(history: Sequence[Row], name: str) -> bool:
     return any(math.isfinite(row.get(name, math.nan)) for row in history)
 
 
+def thinned(history: Sequence[Row], names: Iterable[str], limit: int) -> list[Row]:
+    """Return about ``limit`` rows of a history, evenly over it, if it has more.
+
+    Those with the smallest and largest value of each name are always among them, so that
+    :func:`summary` stays the same.
+
+    Example:
+        >>> history = [{"step": step, "a": -abs(step - 3)} for step in range(9)]
+        >>> [row["step"] for row in thinned(history, ["a"], limit=3)]
+        [0, 3, 4, 8]
+    """
+    kept = {*spread(len(history), min(limit, len(history)))}
+    for name in names:
+        values = [(row[name], i) for i, row in enumerate(history) if is_known([row], name)]
+        if values:
+            kept |= {min(values)[1], max(values)[1]}
+    return [history[i] for i in sorted(kept)]
+
+
 def spread(total: int, n: int) -> list[int]:
     """Return ``n`` of ``total`` numbers, evenly from the first to the last.
 

@@ -202,6 +202,16 @@ class StructureFunction(Tabled):
         """Draw loss against β and the structure function, see ``plot_structure_functions``."""
         return plot_structure_functions([self])
 
+    def _log_key(self) -> str:
+        return f"structure_function/{self.name}".rstrip("/")
+
+    def _scalars(self) -> dict[str, float]:
+        scalars = {"prior_loss": self.prior_loss, "complexity": self.complexity(1.0).value}
+        critical = self.critical_beta()
+        if critical is not None:
+            scalars["critical_beta"] = critical
+        return scalars
+
     def _points(self) -> list[Point]:
         swept = zip(self.kl, self.loss, self.loss_error, strict=True)
         return [(0.0, self.prior_loss, self.prior_loss_error), *swept]

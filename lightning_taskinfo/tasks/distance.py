@@ -129,6 +129,13 @@ class DistanceMatrix(Tabled):
         remark = f"Not to be trusted: {tasks} should be at distance 0 from itself; set more `training.pretrain_steps`."
         return [remark] if tasks else []
 
+    def _log_key(self) -> str:
+        return "task_distance"
+
+    def _scalars(self) -> dict[str, float]:
+        pairs = product(range(len(self.names)), repeat=2)
+        return {f"{self.names[i]}→{self.names[j]}": self.mean[i, j].item() for i, j in pairs}
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON; an error that a single seed cannot give is ``None``."""
         error = self.standard_error if len(self.seeds) > 1 else None

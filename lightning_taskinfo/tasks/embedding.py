@@ -89,6 +89,12 @@ class TaskEmbedding(Tabled):
         """
         return plot_bars(self.layer_norms, xlabel=f"norm of the embedding of {self.name}", ax=ax)
 
+    def _log_key(self) -> str:
+        return f"task2vec/{self.name}"
+
+    def _scalars(self) -> dict[str, float]:
+        return {"norm": self.norm, "test_error": self.test_error}
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
         return {**vars(self), "vector": self.vector.tolist()}

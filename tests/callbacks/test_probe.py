@@ -1,5 +1,6 @@
 """What all probes share: the schedule as the logger saw it, samples and checkpoints."""
 
+import itertools
 import random
 import warnings
 from collections import namedtuple
@@ -26,6 +27,7 @@ from torch.utils.data import (
 
 from lightning_taskinfo._batches import Reader, read_batch
 from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum, TrainStepNorms
+from lightning_taskinfo.callbacks.report import summary
 from lightning_taskinfo.callbacks.source import Source, read_samples
 from tests.callbacks.runs import PROBES, Classifier, Noisy, digits, fit, make_trainer, read_csv
 
@@ -478,6 +480,21 @@ def test_batch_fn_and_forward_fn(tmp_path):
     with pytest.raises(ValueError, match="dict with scores; set `forward_fn`"):
         run(**pick)
     assert len(run(**pick, forward_fn=lambda module, x: module(x)["scores"])) == 2
+
+
+def test_a_checkpoint_of_a_long_training_stays_small_and_keeps_the_extremes(tmp_path):
+    history = [{"step": step, "fisher_trace": float((step * 37) % 1999)} for step in range(2000)]
+    long, resumed = FisherTrace(), FisherTrace()
+    long.history = history
+    torch.save(long.state_dict(), tmp_path / "state.pt")
+    assert (tmp_path / "state.pt").stat().st_size < 20_000
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert summary(resumed.history, ["fisher_trace"]) == summary(history, ["fisher_trace"])
+    steps = [row["step"] for row in resumed.history]
+    assert steps[0] == 0
+    assert steps[-1] == 1999
+    assert steps == sorted(steps)
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= 8
 
 
 class Combined(Classifier):
