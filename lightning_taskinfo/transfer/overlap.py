@@ -20,8 +20,7 @@ from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._warn import first_line, warn
 from lightning_taskinfo.callbacks.report import spread
-from lightning_taskinfo.functional.features import fit_power_law, transfer_onset
-from lightning_taskinfo.functional.intervals import normal_quantile
+from lightning_taskinfo.functional.features import fit_power_law
 from lightning_taskinfo.functional.readout import held_out_readout, pooled
 
 REACH = 10  # times the measured numbers of labels, to which a learning curve is followed silently
@@ -161,27 +160,6 @@ def feature_overlap(
     shares = torch.stack([one.missed for one in found])
     errors = torch.stack([one.standard_error for one in found])
     return FeatureOverlap(tuple(features), shares, errors, len(fold))
-
-
-def onset_of(overlap: Mapping[str, Any], curve: Mapping[int, float]) -> list[float] | None:
-    """Return the onset of the last layer with its interval, from an overlap in JSON-like values.
-
-    Args:
-        overlap: Names of ``layers``, and for each a share ``outside`` and its ``standard_error``.
-        curve: By number of labels, the share of the labels' variance that training from scratch
-            missed.
-
-    Returns:
-        ``None`` where scratch was measured at fewer than two numbers of labels, or its error does
-        not fall.
-    """
-    share, error = (overlap[key][-1] for key in ("outside", "standard_error"))
-    reach = normal_quantile(0.95) * error
-    ends = torch.tensor([share + reach, share, max(0.0, share - reach)], dtype=torch.float64)
-    try:
-        return transfer_onset(ends, *fitted_curve(curve)).tolist()
-    except ValueError:
-        return None
 
 
 class Labelled(NamedTuple):

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -378,15 +378,6 @@ class TransferReport:
             return cls(**values)
         except TypeError as error:
             raise ValueError(f"{path}: not a report of a transfer experiment.") from error
-
-    def same_as(self, other: "TransferReport") -> bool:
-        """Whether both say the same apart from how long it took; the order of the results plays no part."""
-        said = []
-        for report in (self, other):
-            results = [replace(result, seconds={}) for result in sorted(report.results, key=str)]
-            # As text, since NaN equals NaN there.
-            said.append(json.dumps(asdict(replace(report, results=results)), sort_keys=True))
-        return said[0] == said[1]
 
 
 def _columns(name: str, interval: Interval | None, parts: Iterable[str]) -> Values:

@@ -1,7 +1,9 @@
 """Results as a transfer experiment makes them, with numbers drawn from a seed."""
 
+import json
 import math
 import random
+from dataclasses import asdict, replace
 
 from lightning_taskinfo.transfer.report import TransferReport
 
@@ -97,3 +99,13 @@ def report(methods=METHODS[:3], labels=(50,), seeds=3, *, name="digits → lette
     return TransferReport(
         rows, {"pair": "digits→letters", "epochs": {"pretrain": 4, "fine_tune": 8}}, name
     )
+
+
+def same(one: TransferReport, other: TransferReport) -> bool:
+    """Whether both say the same apart from how long it took; the order of the results plays no part."""
+    said = []
+    for report in (one, other):
+        results = [replace(result, seconds={}) for result in sorted(report.results, key=str)]
+        # As text, since NaN equals NaN there.
+        said.append(json.dumps(asdict(replace(report, results=results)), sort_keys=True))
+    return said[0] == said[1]

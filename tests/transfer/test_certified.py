@@ -13,7 +13,7 @@ from lightning_taskinfo import Prior, TransferReport, certify
 from lightning_taskinfo.transfer import transfer
 from lightning_taskinfo.transfer.starts import Start, adapted, read_start
 from tests.transfer.own_nets import Net, Regression, clusters
-from tests.transfer.results import minimal
+from tests.transfer.results import minimal, same
 
 TRAIN, TEST = clusters(400, 3, seed=0), clusters(300, 3, seed=1)
 DATA = {"train": TRAIN, "test": TEST}
@@ -104,7 +104,7 @@ def test_the_bounds_are_those_of_certify(reference, method):
 def test_the_report_shows_them_and_what_could_not_be_checked(reference, tmp_path):
     report, _ = reference
     files = report.save(tmp_path)
-    assert TransferReport.load(tmp_path).same_as(report)
+    assert same(TransferReport.load(tmp_path), report)
     bound = report.cell("four, linear", LABELS)[0].certificate["network"]
     up = f"{math.ceil(1000 * bound) / 10:.1f}"  # never less than was proved
     text = files["report.md"].read_text()
@@ -133,7 +133,7 @@ def test_bounds_are_rounded_up_and_those_that_may_not_be_claimed_are_in_no_sente
 
 def test_a_finished_run_is_read_and_one_without_certificates_is_another(reference):
     report, folder = reference
-    assert run(folder).same_as(report)
+    assert same(run(folder), report)
     with pytest.raises(ValueError, match=r"(?s)was begun with another.*certify"):
         transfer(
             Plain,

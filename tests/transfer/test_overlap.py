@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_taskinfo.transfer.overlap import feature_overlap, fitted_curve, is_far, onset_of
+from lightning_taskinfo.transfer.overlap import feature_overlap, fitted_curve, is_far
 
 
 def randn(*shape, seed=0):
@@ -72,18 +72,6 @@ def test_the_model_is_only_observed():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_onset_is_where_the_fitted_curve_crosses_the_share_of_the_last_layer():
-    overlap = {"layers": ["a", "b"], "outside": [0.5, 0.1], "standard_error": [0.2, 0.01]}
-    lower, onset, upper = onset_of(overlap, {k: 2.0 * k**-0.5 for k in (10, 100, 1000)})
-    assert onset == pytest.approx(400)
-    assert 2.0 * lower**-0.5 == pytest.approx(0.1 + 1.959964 * 0.01, rel=1e-5)
-    assert 2.0 * upper**-0.5 == pytest.approx(0.1 - 1.959964 * 0.01, rel=1e-5)
-    assert onset_of(overlap, {10: 0.5}) is None
-    assert onset_of(overlap, {10: 0.5, 20: 0.6}) is None
-    surely = {**overlap, "standard_error": [0.2, 0.1]}
-    assert onset_of(surely, {10: 0.5, 20: 0.4})[2] == math.inf
 
 
 def test_far_is_more_than_ten_times_the_largest_or_less_than_a_tenth_of_the_smallest():

@@ -36,6 +36,7 @@ from tests.transfer.own_nets import (
     clusters,
     freeze_first,
 )
+from tests.transfer.results import same
 
 DATA = {"train": clusters(90, 3), "test": clusters(60, 3, seed=1)}
 TRAINER = {"max_epochs": 4}
@@ -87,7 +88,7 @@ def test_every_start_is_compared_with_scratch_by_the_metric(reference):
 def test_the_report_shows_the_metric_and_is_saved_and_read(reference, tmp_path):
     report, _ = reference
     files = report.save(tmp_path)
-    assert TransferReport.load(tmp_path).same_as(report)
+    assert same(TransferReport.load(tmp_path), report)
     for text in (
         report.to_terminal(),
         files["report.md"].read_text(),
@@ -99,9 +100,9 @@ def test_the_report_shows_the_metric_and_is_saved_and_read(reference, tmp_path):
 
 def test_the_same_seed_gives_the_same_numbers_and_a_finished_run_is_read(reference):
     report, folder = reference
-    assert run().same_as(report)
+    assert same(run(), report)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-    assert run(folder).same_as(report)
+    assert same(run(folder), report)
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
@@ -144,7 +145,7 @@ def test_dict_batches_of_a_data_module_with_augmentation():
     reports = [
         run(make=DictNet, data=DictData(), starts={"four": state}, seeds=1) for _ in range(2)
     ]
-    assert reports[0].same_as(reports[1])
+    assert same(reports[0], reports[1])
     error = run(make=DictNet, data=DictData(), starts={"four": state}, seeds=1, metric=None)
     assert list(error.results[0].test) == ["error"]
     for ours, theirs in zip(error.results, reports[0].results, strict=True):
@@ -212,7 +213,7 @@ def test_a_report_of_an_earlier_version_without_its_starts_is_read(reference, tm
     del values["starts"]
     path.write_text(json.dumps(values))
     assert TransferReport.load(path).starts == {}
-    assert not TransferReport.load(path).same_as(report)
+    assert not same(TransferReport.load(path), report)
 
 
 def test_another_architecture_is_compared_too():
@@ -291,7 +292,7 @@ def test_a_critic_is_trained_and_goes_on_where_it_was(tmp_path, monkeypatch):
     assert kept
     assert not any(torch.equal(x, fresh[name]) for name, x in kept.items() if x.ndim > 1)
     monkeypatch.undo()
-    assert run(tmp_path, **options).same_as(whole)
+    assert same(run(tmp_path, **options), whole)
 
 
 def test_text_with_adapters():
@@ -342,7 +343,7 @@ def test_a_killed_run_ends_with_the_same_report(reference, tmp_path):
     kill_when(tmp_path, lambda: any(tmp_path.rglob("last.ckpt")))
     kill_when(tmp_path, lambda: len([*tmp_path.rglob("results/*.json")]) >= 2)
     assert (tmp_path / "configuration.json").exists()
-    assert run(tmp_path).same_as(reference[0])
+    assert same(run(tmp_path), reference[0])
     assert not [*tmp_path.rglob("*.tmp")]
     assert not [*tmp_path.rglob("last.ckpt")]
 
@@ -369,7 +370,7 @@ def test_a_run_goes_on_from_its_last_epoch(tmp_path, monkeypatch):
         run(tmp_path, adapt=["lora"], seeds=1)
     assert [*tmp_path.rglob("last.ckpt")]
     monkeypatch.setattr(training, "save_checkpoint", written)
-    assert run(tmp_path, adapt=["lora"], seeds=1).same_as(whole)
+    assert same(run(tmp_path, adapt=["lora"], seeds=1), whole)
 
 
 def test_a_metric_of_every_second_epoch_is_not_lost_when_a_run_goes_on(tmp_path, monkeypatch):
@@ -399,7 +400,7 @@ def test_a_metric_of_every_second_epoch_is_not_lost_when_a_run_goes_on(tmp_path,
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, **options)
     monkeypatch.undo()
-    assert run(tmp_path, **options).same_as(whole)
+    assert same(run(tmp_path, **options), whole)
 
 
 def test_runs_do_not_carry_the_weights_of_starts(tmp_path, monkeypatch):
@@ -446,12 +447,12 @@ def test_a_flipped_byte_in_a_checkpoint_is_noticed(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=r"last\.ckpt: .*checksum.*Delete it"):
         run(tmp_path, seeds=1)
     last.unlink()
-    assert run(tmp_path, seeds=1).same_as(run(seeds=1))
+    assert same(run(tmp_path, seeds=1), run(seeds=1))
 
 
 @pytest.mark.slow
 def test_two_processes_give_the_same_numbers(reference):
-    assert run(workers=2).same_as(reference[0])
+    assert same(run(workers=2), reference[0])
 
 
 @pytest.mark.slow
@@ -463,7 +464,7 @@ def test_a_dask_cluster_gives_the_same_numbers(reference, tmp_path):
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
-        assert run(tmp_path, executor=client.get_executor()).same_as(reference[0])
+        assert same(run(tmp_path, executor=client.get_executor()), reference[0])
 
 
 def test_the_number_of_runs_and_the_time_come_first(capsys):
@@ -605,7 +606,7 @@ def test_bad_input_is_one_sentence_before_training(tmp_path, name, monkeypatch):
 def test_a_callback_needs_no_list_and_none_is_none():
     stop = EarlyStopping("train_loss", check_on_train_epoch_end=True)
     plain = run(seeds=1, trainer={**TRAINER, "callbacks": None})
-    assert plain.same_as(run(seeds=1, trainer={**TRAINER, "callbacks": []}))
+    assert same(plain, run(seeds=1, trainer={**TRAINER, "callbacks": []}))
     assert run(seeds=1, trainer={**TRAINER, "callbacks": stop}).results
 
 

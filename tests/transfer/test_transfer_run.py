@@ -15,6 +15,7 @@ from lightning_taskinfo.transfer.ready import Stages
 from lightning_taskinfo.transfer.run import _seeds, _whole_numbers
 from lightning_taskinfo.transfer.training import EpochKeeper, Trial
 from tests.ranks import forked
+from tests.transfer.results import same
 from tests.transfer.tiny import STAGES, tiny_data, tiny_net, tiny_task, tiny_trials
 
 METHODS = ["standard", "lautum", "lautum+temporal_ensembling"]
@@ -43,7 +44,7 @@ def test_every_method_and_seed_is_reported_beside_scratch(reference):
 
 
 def test_the_same_seed_gives_the_same_numbers(reference):
-    assert run().same_as(reference[0])
+    assert same(run(), reference[0])
 
 
 def test_methods_that_pretrain_alike_share_one_pretraining(reference):
@@ -54,7 +55,7 @@ def test_methods_that_pretrain_alike_share_one_pretraining(reference):
 def test_a_finished_run_is_read_and_not_repeated(reference):
     report, folder = reference
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-    assert run(folder).same_as(report)
+    assert same(run(folder), report)
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
@@ -80,7 +81,7 @@ def test_a_changed_configuration_is_refused_with_what_differs(reference):
 
 @pytest.mark.slow
 def test_other_processes_give_the_same_numbers(reference):
-    assert run(workers=2).same_as(reference[0])
+    assert same(run(workers=2), reference[0])
 
 
 @pytest.mark.slow
@@ -92,7 +93,7 @@ def test_a_dask_cluster_gives_the_same_numbers(reference, tmp_path):
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
-        assert run(tmp_path, executor=client.get_executor()).same_as(reference[0])
+        assert same(run(tmp_path, executor=client.get_executor()), reference[0])
 
 
 def test_labels_of_the_unlabelled_part_never_reach_the_model(monkeypatch):
@@ -105,14 +106,14 @@ def test_labels_of_the_unlabelled_part_never_reach_the_model(monkeypatch):
     y, other = task.y_train.copy(), task.y_train.copy()
     y[9:] = (y[9:] + 1) % 3
     other[:9] = (other[:9] + 1) % 3  # those that are given out do change it
-    same, hidden, changed = (
+    shown, hidden, changed = (
         TransferReport(
             run(data=tiny_data(target=replace(task, y_train=classes)), methods=methods).results, {}
         )
         for classes in (task.y_train, y, other)
     )
-    assert same.same_as(hidden)
-    losses = [report.cell(methods[0], 9)[0].test["loss"] for report in (same, changed)]
+    assert same(shown, hidden)
+    losses = [report.cell(methods[0], 9)[0].test["loss"] for report in (shown, changed)]
     assert not np.isclose(*losses)
 
 
@@ -125,7 +126,7 @@ def test_a_killed_run_continues_from_its_last_epoch_and_ends_the_same(reference,
         time.sleep(0.001)
     child.kill()
     child.join()
-    assert run(tmp_path).same_as(reference[0])
+    assert same(run(tmp_path), reference[0])
 
 
 def test_a_run_stopped_once_in_every_stage_ends_the_same(reference, tmp_path, monkeypatch):
@@ -144,7 +145,7 @@ def test_a_run_stopped_once_in_every_stage_ends_the_same(reference, tmp_path, mo
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path)
     assert len(stopped) == 6
-    assert run(tmp_path).same_as(reference[0])
+    assert same(run(tmp_path), reference[0])
 
 
 @pytest.mark.slow
@@ -160,7 +161,7 @@ def test_a_run_killed_ten_times_ends_the_same(tmp_path):
         child.join()
     assert all(killed), f"the run ended after {killed.index(False)} kills"
     assert (tmp_path / "results").exists(), "no cell was finished between the kills"
-    assert run(tmp_path, seeds=4).same_as(run(seeds=4))
+    assert same(run(tmp_path, seeds=4), run(seeds=4))
 
 
 def test_a_damaged_checkpoint_is_named_and_left(reference, tmp_path):
@@ -202,7 +203,7 @@ def test_an_unfinished_checkpoint_is_not_read_and_removed_in_the_end(reference, 
     (folder / "stages" / "standard-full-9-seed0" / "last.ckpt.0123.tmp").write_bytes(
         b"half a check"
     )
-    assert run(folder).same_as(reference[0])
+    assert same(run(folder), reference[0])
     assert not list(folder.rglob("*.tmp"))
 
 
@@ -214,13 +215,13 @@ def test_damaged_weights_are_named_and_trained_again_once_deleted(reference, tmp
     with pytest.raises(RuntimeError, match=r"weights.pt: .*Delete it to have it written again"):
         run(folder)
     weights.unlink()
-    assert run(folder).same_as(reference[0])
+    assert same(run(folder), reference[0])
 
 
 def test_a_finished_run_needs_no_weights(reference, tmp_path):
     folder = shutil.copytree(reference[1], tmp_path / "light")
     shutil.rmtree(folder / "stages")
-    assert run(folder).same_as(reference[0])
+    assert same(run(folder), reference[0])
     assert not (folder / "stages").exists()
 
 
@@ -294,7 +295,7 @@ def test_the_overlap_is_there_with_enough_labels():
 
 def test_a_saved_report_is_the_same(reference, tmp_path):
     reference[0].save(tmp_path)
-    assert TransferReport.load(tmp_path / "report.json").same_as(reference[0])
+    assert same(TransferReport.load(tmp_path / "report.json"), reference[0])
 
 
 @pytest.mark.parametrize(
