@@ -14,6 +14,7 @@ is -100. Engines of ``fisher`` and the likelihoods take both as they are; hand `
 them as ``forward_fn``, or leave it out: ``outputs_of`` of ``_calls`` is the default.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -34,7 +35,7 @@ from lightning_taskinfo._calls import (
     outputs_of,
     settle_call,
 )
-from lightning_taskinfo._fields import Parts, labeled_part, parted
+from lightning_taskinfo._fields import Parts, labeled_part, numbers_of, parted
 from lightning_taskinfo._nested import IGNORED, TARGETS, Pair, described, has_tensors, size, take
 from lightning_taskinfo._next_token import follows
 from lightning_taskinfo._observe import observing
@@ -135,8 +136,11 @@ def read_batch(
     if model is None:
         return parts.inputs, parts.targets
     known = known_calls.setdefault(model, {})
-    kind = ("batch", kind_of(parts.fields), parts.target, forward_fn)
+    numbers = () if parts.target is None else numbers_of(batch)
+    kind = ("batch", kind_of(parts.fields), parts.target, numbers, forward_fn)
     if kind not in known:
+        if forward_fn is None:
+            _check_numbers(model, numbers)
         if not has_tensors(parts.inputs):
             raise ValueError(
                 "the inputs of a batch must be tensors, samples along the first axis, or lists and dicts of them, got "
@@ -201,8 +205,19 @@ def _found_out(
     prompt = 0
     adapter = getattr(inner, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
-        prompt = outputs.shape[1] - labels.shape[1]
+        prompt = max(0, outputs.shape[1] - labels.shape[1])
     return replace(call, follows=follows(inner, parts, few), prompt=prompt)
+
+
+def _check_numbers(model: nn.Module, numbers: tuple[str, ...]) -> None:
+    """Refuse numbers that a model takes beside the samples: what is read of a batch are tensors."""
+    for module in (model, inner_model(model) or model):
+        taken = inspect.signature(module.forward).parameters.keys() & {*numbers}
+        if taken:
+            raise ValueError(
+                f"the field {min(taken)!r} of a batch is a number that `forward` takes, and only tensors are handed "
+                "over: make it a tensor with one value for each sample, or set `forward_fn`."
+            )
 
 
 def _check_alignment(inner: nn.Module | None, outputs: Tensor) -> None:

@@ -53,6 +53,15 @@ def _fields_of(batch: Any) -> dict[str, Any]:
     return named
 
 
+def numbers_of(batch: Any) -> tuple[str, ...]:
+    """Return the names of the fields of a batch that are plain numbers, and so no part of a sample."""
+    batch = by_name(batch)
+    if _is_pair(batch):
+        batch = batch[0]
+    fields = batch.items() if isinstance(batch, Mapping) else ()
+    return tuple(str(name) for name, value in fields if isinstance(value, int | float))
+
+
 def _target_of(named: Mapping[str, Any]) -> str | None:
     """Return the name of the field that holds the targets, if there is exactly one and others beside it."""
     found = [name for name in named if name in TARGETS]

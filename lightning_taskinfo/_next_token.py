@@ -69,14 +69,17 @@ def _loss_shifts(model: Any, few: Parts) -> bool | None:
 
     Args:
         model: A Hugging Face model.
-        few: Samples with labels ``[N, T]``, of which the first has some that count.
+        few: Samples with labels ``[N, T]``.
     """
     takes = inspect.signature(model.forward).parameters
-    arguments = {model.main_input_name: next(tensors(few.inputs))}  # whatever its name is
+    arguments = {}
     if isinstance(few.fields, Mapping):
         for name, value in few.fields.items():
             if name in takes and name != few.target:
                 arguments[name] = value
+    if "inputs_embeds" not in arguments:
+        main = getattr(model, "main_input_name", "input_ids")  # adapters wrap networks without one
+        arguments.setdefault(main, next(tensors(few.inputs)))  # whatever its name is
     labels = torch.full_like(few.targets, IGNORED)
 
     def asked(label: int) -> Any:
@@ -84,8 +87,9 @@ def _loss_shifts(model: Any, few: Parts) -> bool | None:
         with observing(model), torch.no_grad():
             return model(**arguments, labels=labels)
 
+    counted = (few.targets[0] != IGNORED).nonzero().flatten().tolist()
+    place = counted[-1] if counted else labels.shape[1] - 1  # any place tells
     try:
-        place = int((few.targets[0] != IGNORED).nonzero()[-1])
         logits = asked(0).logits[0].float()  # [T, C], a learned prompt in front
         own = len(logits) - labels.shape[1] + place
         earlier, here = logits[own - 1 : own + 1].log_softmax(-1)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from lightning_taskinfo._files import StrPath, make_folder, read_result, write_result
+from lightning_taskinfo._warn import first_line
 
 
 def run_jobs(
@@ -80,6 +82,32 @@ def check_executor(executor: Executor | None, workers: int | None) -> None:
         )
     if workers is not None and workers < 0:
         raise ValueError(f"`workers` must be at least 0, got {workers}.")
+
+
+def check_travels(
+    job: Any,
+    parts: str,
+    executor: Executor | None,
+    workers: int | None,
+) -> None:
+    """Raise a ``ValueError`` for what other processes cannot import, before any of them starts.
+
+    Args:
+        job: What is sent to them.
+        parts: Arguments that it is made of, for the message.
+        executor: The user's; it may have ways of its own, as Dask has.
+        workers: How many processes; 0 for none.
+    """
+    if executor is not None or workers == 0:
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:  # what is large is not held twice
+            pickle.dump(job, nowhere)
+    except Exception as error:  # what cannot be pickled says so in many ways
+        raise ValueError(
+            f"`workers` must be 0 where {parts} cannot be pickled; functions and classes at the top of a module can "
+            f"({first_line(error)})."
+        ) from error
 
 
 def _computed(

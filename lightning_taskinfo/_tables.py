@@ -13,11 +13,8 @@ Cells: TypeAlias = tuple[list[str], list[list[str]]]
 class Tabled:
     """A result that prints itself: a table, remarks where there is cause for them, and one sentence.
 
-    Subclasses have ``_cells`` and ``reading``; those with a ``to_dict`` can be written as JSON, and those with
-    ``plot``, ``_log_key`` and ``_scalars`` logged to W&B.
+    Subclasses have ``_cells`` and ``reading``; those with a ``to_dict`` can be written as JSON.
     """
-
-    plot: Any
 
     def _cells(self) -> Cells:
         """Return column names and rows, as they are shown."""
@@ -39,6 +36,19 @@ class Tabled:
         """Return everything as JSON; ``options`` go to ``json.dumps``."""
         return json.dumps(self.to_dict(), **options)
 
+    def __str__(self) -> str:
+        lines = [text_table(*self._cells()), *self._remarks(), self.reading()]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return in_notebook(self)
+
+
+class Logged(Tabled):
+    """A result that also draws itself, and can be logged to W&B."""
+
+    plot: Any
+
     def _log_key(self) -> str:
         """Return what the names in a W&B run share."""
         raise NotImplementedError
@@ -56,13 +66,6 @@ class Tabled:
         figures = {"figure": self.plot()[0]}
         tables = {"table": self._cells()}
         log_once(run, self._log_key(), scalars=self._scalars(), figures=figures, tables=tables)
-
-    def __str__(self) -> str:
-        lines = [text_table(*self._cells()), *self._remarks(), self.reading()]
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return in_notebook(self)
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
-from lightning_taskinfo._batches import Reader
+from lightning_taskinfo._batches import Reader, read_batch
 from lightning_taskinfo._calls import outputs_of
 from tests.callbacks.hugging_face import MODELS, Sentences, gpt2
 
@@ -212,3 +212,19 @@ def test_targets_that_are_no_tensor_are_refused():
     batch = {"x": torch.ones(2, 3), "labels": [{"boxes": torch.ones(2, 4)}]}
     with pytest.raises(ValueError, match=r"got dict with x, labels; set `batch_fn`"):
         Reader().read(torch.nn.Linear(3, 2), batch)
+
+
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(3, 2)
+
+    def forward(self, x, temperature=0.5):
+        return self.net(x) / temperature
+
+
+def test_a_number_that_forward_takes_is_refused_and_others_are_left_out():
+    batch = {"x": torch.ones(4, 3), "y": torch.zeros(4, dtype=torch.long)}
+    with pytest.raises(ValueError, match="the field 'temperature' of a batch is a number"):
+        read_batch({**batch, "temperature": 1.0}, Tempered())
+    assert read_batch({**batch, "epoch": 3}, Tempered())[1] is batch["y"]

@@ -38,7 +38,7 @@ ALLOWED = {  # layer -> the layers and frameworks it may import
     "_tables": {"_wandb"},
     "_progress": {"tqdm"},
     "_files": {"torch"},
-    "_parallel": {"torch", "_files"},
+    "_parallel": {"_warn", "torch", "_files"},
     "_lightning": {"lightning", "pytorch_lightning"},
     "functional": MATHS,
     "fisher": STATE,

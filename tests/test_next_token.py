@@ -198,3 +198,25 @@ def test_labels_of_sounds_are_no_labels_of_outputs(labels):
     batch = {"input_values": torch.randn(3, 90), "labels": torch.randint(1, 8, (3, labels))}
     with pytest.raises(ValueError, match=r"`batch_fn`.*one target for each output"):
         read_batch(batch, Wav2Vec2ForCTC(config))
+
+
+def test_a_causal_model_on_embeddings_is_shifted():
+    model, tokens = gpt2().eval(), torch.randint(3, 20, (5, 6))
+    batch = {"inputs_embeds": model.get_input_embeddings()(tokens).detach(), "labels": tokens}
+    expected = model(**batch).loss.detach()
+    torch.testing.assert_close(our_loss(model, batch), expected)
+
+
+def test_a_first_batch_without_labels_does_not_decide_for_later_ones():
+    model, tokens = gpt2().eval(), torch.randint(3, 20, (5, 6))
+    read_batch({"input_ids": tokens, "labels": torch.full_like(tokens, -100)}, model)
+    batch = {"input_ids": tokens, "labels": tokens}
+    torch.testing.assert_close(our_loss(model, batch), own_loss(model, batch))
+
+
+def test_adapters_on_a_network_of_ones_own_have_labels_where_they_are():
+    peft = pytest.importorskip("peft")
+    tagger = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 3))
+    model = peft.get_peft_model(tagger, peft.LoraConfig(target_modules=["1"]))
+    tokens = torch.randint(3, 20, (5, 6))
+    assert torch.equal(read_batch((tokens, tokens % 3), model)[1], tokens % 3)

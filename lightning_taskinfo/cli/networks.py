@@ -128,8 +128,8 @@ def rank(
             alone or with a variant behind a colon, whose images the network gets as they are, in
             [0, 1].
         labels: At most this many labels, drawn from the training samples.
-        scratch: Whether the network with fresh weights takes part, so that starts are said to help
-            or to hurt.
+        scratch: Whether the network with fresh weights takes part; with --fine_tune, starts are then
+            said to help or to hurt.
         seed: Seed of the labels' draw and of fresh weights.
         out: Where the ranking is written, as JSON.
         picture: Where the read-outs are drawn, if anywhere.

@@ -13,7 +13,7 @@ from lightning_taskinfo._files import StrPath, claim_folder, read_tensors, write
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_not_negative, check_positive, check_probability
-from lightning_taskinfo._tables import Cells, Tabled
+from lightning_taskinfo._tables import Cells, Logged
 from lightning_taskinfo.certificates.samples import Data
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
 from lightning_taskinfo.tasks.training import (
@@ -48,7 +48,7 @@ class Estimate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StructureFunction(Tabled):
+class StructureFunction(Logged):
     r"""Points :math:`(\mathrm{KL}(Q\|P),\ E_Q[L_D])` of the minimisers of :math:`C_\beta`, one for each :math:`\beta`.
 
     .. math::

@@ -7,7 +7,6 @@ head of task :math:`i` has :math:`\beta N_i/N_1`. That is one :math:`\beta` for 
 part sees, and the minimisers for :math:`D` and for :math:`D \sqcup D` are then the same, in any network.
 """
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -22,11 +21,11 @@ from torch import Tensor, nn
 from lightning_taskinfo._files import StrPath, claim_folder
 from lightning_taskinfo._nested import described
 from lightning_taskinfo._observe import trainable_parameters, weights_now
-from lightning_taskinfo._parallel import check_executor, run_jobs
+from lightning_taskinfo._parallel import check_executor, check_travels, run_jobs
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_positive
-from lightning_taskinfo._tables import Cells, Tabled
+from lightning_taskinfo._tables import Cells, Logged
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.certificates.samples import Data
 from lightning_taskinfo.fisher import fisher_diagonal
@@ -51,7 +50,7 @@ IMPOSSIBLE = -1e4  # the logit of a class that a task does not have: its probabi
 
 
 @dataclass(frozen=True, eq=False)
-class DistanceMatrix(Tabled):
+class DistanceMatrix(Logged):
     r"""Distances between ``K`` tasks, in nats: what a network that knows one must learn to know both.
 
     .. math:: d_\beta(D_1 \to D_2) = \mathrm{KL}(Q_{12}\|P) - \mathrm{KL}(Q_1\|P)
@@ -345,14 +344,7 @@ def task_distance(
         likelihood=meaning,
         training=training or Training(),
     )
-    if executor is None and workers != 0:  # an executor may have ways of its own, as Dask has
-        try:
-            pickle.dumps(union)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ValueError(
-                "`workers` must be 0 where `trunk_fn` or `head_fn` cannot be pickled; functions at the top of a "
-                f"module can ({error})."
-            ) from error
+    check_travels(union, "`trunk_fn` or `head_fn`", executor, workers)
     data = [_read(name, task, meaning) for name, task in tasks.items()]
     for index, what in enumerate(("inputs", "targets")):
         kinds = {f"{pair[index].dtype} {list(pair[index].shape[1:])}" for pair in data}
@@ -366,7 +358,7 @@ def task_distance(
         fit.check(f"tasks[{name!r}]")
     if folder is not None:  # the seeds are no part of it: more can be added
         known = {name: fit.configuration() for name, fit in fits.items()}
-        made = {"beta": beta, "prior_std": prior_std, "tasks": known}
+        made = {"beta": beta, "prior_std": prior_std, "order": [*tasks], "tasks": known}
         claim_folder(folder, made, results=["seed-*.json"])
     sizes = [len(targets) for _, targets in data]
     wanted: set[tuple[int, ...]] = set()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_taskinfo._tables import Cells, Tabled
+from lightning_taskinfo._tables import Cells, Logged
 from lightning_taskinfo.functional.task_embedding import (
     asymmetric_embedding_distance,
     classical_scaling,
@@ -20,7 +20,7 @@ ALPHA = 0.15
 
 
 @dataclass(frozen=True, eq=False)
-class TaskEmbedding(Tabled):
+class TaskEmbedding(Logged):
     """What the filters of a network matter to a task, as ``Task2Vec.embed`` returns it.
 
     Args:

@@ -11,6 +11,7 @@ from lightning_taskinfo._batches import BatchFn, Reader
 from lightning_taskinfo._calls import Forward, outputs_of
 from lightning_taskinfo._files import digest
 from lightning_taskinfo._nested import (
+    IGNORED,
     described,
     first_samples,
     moved,
@@ -23,13 +24,11 @@ from lightning_taskinfo._ranges import check_counts, check_positive
 from lightning_taskinfo.certificates.samples import Data, read_labelled
 from lightning_taskinfo.data.arrays import ArrayData
 from lightning_taskinfo.fisher import fisher_diagonal
-from lightning_taskinfo.functional.likelihood import Categorical
 from lightning_taskinfo.tasks import ready
 from lightning_taskinfo.tasks.embedding import TaskEmbedding
 from lightning_taskinfo.tasks.training import first_answers
 
 BATCH = 512
-IGNORED = Categorical().ignore_index
 
 
 class Task2Vec:

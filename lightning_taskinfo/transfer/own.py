@@ -135,6 +135,10 @@ class Own(Recipe):
         classes, tested, samples = target.labels()
         for found in (classes, tested):
             if found is not None and not found.is_floating_point():
+                unknown = found == IGNORED
+                if unknown.all() or (self.certify and unknown.any()):
+                    rule = "labels, and one for each sample with `certify`"
+                    raise ValueError(f"`data` must have {rule}, got {IGNORED}.")
                 for start in {start.make: start for start in self.starts.values()}.values():
                     self._check_range(found, start.module(0))
             elif self.certify:
@@ -142,10 +146,9 @@ class Own(Recipe):
                 raise ValueError(f"{rule}, got targets that are none.")
         self.rows = {}
         for seed in self.seeds:
-            # Equal shares of classes would be no independent draws.
-            shared = None if self.certify else classes
-            self.rows[seed] = chosen_rows(shared, size, self.labels, seed)
-            if self.certify:
+            self.rows[seed] = chosen_rows(classes, size, self.labels, seed)
+            if self.certify:  # equal shares of classes would be no independent draws
+                self.rows[seed] = chosen_rows(None, size, self.labels, seed)
                 parts = certified_parts(target, self.rows[seed], max(self.labels))
                 check_certified(parts, module)
         return {"training": samples, "samples": size, "test": len(target.test.dataset)}

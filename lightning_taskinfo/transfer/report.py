@@ -125,15 +125,12 @@ class Measure:
         name: Its name: ``"accuracy"``, ``"error"``, ``"loss"``, or that of a metric of the user's, which
             is shown as it is.
         higher: Whether higher values are better.
+        share: Whether it is a share, shown in percent.
     """
 
     name: str
     higher: bool
-
-    @property
-    def share(self) -> bool:
-        """Whether it is a share, shown in percent."""
-        return self.name in ("accuracy", "error")
+    share: bool
 
     @property
     def unit(self) -> str:
@@ -249,7 +246,13 @@ class TransferReport:
     def measures(self) -> list[Measure]:
         """What methods are compared by: the numbers that the results have."""
         mode = self.configuration.get("mode")
-        return [Measure(name, is_higher_better(name, mode)) for name in self.results[0].test]
+        found = []
+        for name in self.results[0].test:
+            values = [row.test[name] for row in self.results]
+            inside = all(0 <= value <= 1 for value in values if math.isfinite(value))
+            share = name in ("accuracy", "error") and inside
+            found.append(Measure(name, is_higher_better(name, mode), share))
+        return found
 
     def cells(self) -> Iterator[tuple[int, str, list[Result]]]:
         """Yield number of labels, method and results of all seeds, where there are some."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_taskinfo._files import claim_folder
 from lightning_taskinfo._lightning import DEFAULT
-from lightning_taskinfo._parallel import check_executor, run_jobs
+from lightning_taskinfo._parallel import check_executor, check_travels, run_jobs
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._ranges import check_not_negative, check_seed
 from lightning_taskinfo._wandb import PREFIX
@@ -182,6 +182,7 @@ def transfer(
         root = Path(temporary if folder is None else folder).absolute()  # a worker's is another
         log = RunLog(logger, project, group_name(title, root), root / "logs", recipe.namespace)
         trials = recipe.trials(root, log)
+        check_travels(trials[0], "`model`, a start, `adapt` or `data`", executor, workers)
         if progress is True:
             lines = [announced(len(trials), recipe.seconds, workers, executor)]
             lines += [f"start {start}: {origin}" for start, origin in recipe.origins.items()]

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -246,6 +247,10 @@ def _freeze_up_to(module: nn.Module, layer: str) -> None:
 
 
 def _add_adapters(module: nn.Module, head: Collection[str]) -> None:
+    if find_spec("peft") is None:
+        raise ValueError(
+            "`adapt` must be a way that is installed, got 'lora', which needs peft: pip install peft."
+        )
     from peft import LoraConfig, inject_adapter_in_model
 
     linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]

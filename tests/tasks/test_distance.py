@@ -193,6 +193,9 @@ def test_a_folder_belongs_to_one_matrix(here, tmp_path):
         ValueError, match=r"`folder` must be new or of the same configuration.*\n.*prior_std"
     ):
         measure(workers=0, folder=tmp_path, prior_std=0.2)
+    turned = dict(reversed(some_tasks().items()))
+    with pytest.raises(ValueError, match=r"same configuration.*\n  order"):
+        task_distance(turned, 1.0, folder=tmp_path, workers=0, **measure.keywords)
     x, y = some_tasks()["two"]
     relabelled = {**some_tasks(), "two": (x, 2 - y)}
     with pytest.raises(ValueError, match=r"same configuration.*\n  tasks\.two\.data: "):

@@ -514,6 +514,22 @@ BAD = {
         {"data": {"train": ONE_CLASS, "test": ONE_CLASS}},
         "`data` must have .* at least two classes",
     ),
+    "one certified class": (
+        {"data": {"train": ONE_CLASS, "test": ONE_CLASS}, "certify": True},
+        "`data` must have .* at least two classes",
+    ),
+    "a certified sample without a label": (
+        {"data": {"train": FEW_LABELS, "test": DATA["test"]}, "certify": True},
+        "`data` must have labels, and one for each sample with `certify`, got -100",
+    ),
+    "a test set without labels": (
+        {"data": {"train": DATA["train"], "test": (DATA["test"][0], DATA["test"][1] * 0 - 100)}},
+        "`data` must have labels, .*got -100",
+    ),
+    "what other processes cannot import": (
+        {"make": lambda: Net(), "workers": 2},
+        "`workers` must be 0 where `model`, a start, `adapt` or `data` cannot be pickled",
+    ),
     "labels out of range": (
         {"data": {"train": OUT_OF_RANGE, "test": DATA["test"]}},
         "`data` must have classes from 0 to 2, the outputs of Net, got 7",

@@ -205,6 +205,17 @@ def test_without_matplotlib_there_are_no_figures(tmp_path, monkeypatch):
     assert "png" not in files["report.md"].read_text()
 
 
+def test_an_error_above_one_is_no_share():
+    rows = []
+    for seed in range(4):
+        for method, error in (("scratch", 30.0 + seed), ("a", 20.0 - seed)):
+            rows.append({"method": method, "labels": 9, "seed": seed, "test": {"error": error}})
+    experiment = TransferReport(rows, {})
+    assert not experiment.measures[0].share
+    assert experiment.transferability()[0].verdict == "helps"
+    assert "error, %" not in str(experiment)
+
+
 def test_same_forgives_timings_and_order_alone():
     one, other = report(METHODS[:2]), copy.deepcopy(report(METHODS[:2]))
     other.results[0].seconds["fine_tune"] += 1

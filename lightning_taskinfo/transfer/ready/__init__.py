@@ -143,9 +143,10 @@ class Ready(Recipe):
         }
         with generators_kept():
             self.take_ways(adapt)
+            network = make_backbone(backbone, split.image_shape)
         self.configuration = {
             "version": VERSION,
-            "backbone": getattr(backbone, "__qualname__", str(backbone)),
+            "backbone": str(getattr(backbone, "__qualname__", network)),  # of a partial, its layers
             "data": self.data.describe(),
             "stages": asdict(self.stages),
             "weights": self.weights,
