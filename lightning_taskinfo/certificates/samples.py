@@ -102,11 +102,16 @@ def read_inputs(
     batches = [data] if _is_one_batch(data) else _batches_of(data, argument)
     if not batches:
         raise ValueError(f"`{argument}` must hold at least 8 samples, got 0.")
+    reader = reader or Reader()
     given = []
     labels = []
     for batch in batches:
+        if reader.batch_fn is None and not all(x.ndim for x in tensors(batch)):
+            raise ValueError(
+                f"`{argument}` must hold a row for each sample in each tensor, got shape []."
+            )
         try:
-            some, targets = _read(batch, model, reader or Reader(), labelled)
+            some, targets = _read(batch, model, reader, labelled)
         except NoLogitsError:  # about the model
             raise
         except ValueError as error:

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_taskinfo.certificates import samples
 from lightning_taskinfo.certificates.samples import (
     check_fresh,
     count_repeats,
     fingerprints,
+    read_labelled,
     read_pair,
 )
 
@@ -68,3 +70,13 @@ def test_samples_that_occur_more_than_once_are_counted_by_input_and_label():
     assert count_repeats((x, y)) == (5, 2, 4)
     assert count_repeats((x, None)) == (5, 3, 3)
     assert count_repeats(({"a": x, "b": y}, y)) == (5, 2, 4)
+
+
+@pytest.mark.parametrize("model", [None, nn.Linear(3, 2)])
+@pytest.mark.parametrize("kind", [tuple, lambda pair: {"x": pair[0], "labels": pair[1]}])
+def test_a_target_without_an_axis_is_refused(model, kind):
+    data = kind((torch.randn(10, 3), torch.tensor(1)))
+    with pytest.raises(
+        ValueError, match=r"`held_out` must hold a row for each sample.*got shape \[\]"
+    ):
+        read_labelled(data, argument="held_out", model=model)
