@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_taskinfo.functional.gaussian import canonical_correlations, lautum_from_correlations
+from lightning_taskinfo.functional.gaussian import lautum_from_correlations
 from lightning_taskinfo.regularizers import Lautum
 from lightning_taskinfo.regularizers.lautum import _covariance
+from tests.functional.test_gaussian import canonical_correlations
 
 D, K = 6, 3
 
