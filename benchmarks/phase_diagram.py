@@ -32,7 +32,6 @@ from scipy.stats import t as student
 from lightning_taskinfo import __version__
 from lightning_taskinfo.functional.deep_linear import (
     fine_tuning_risk,
-    fine_tuning_risk_noiseless,
     linear_transfer_risk,
 )
 
@@ -99,8 +98,8 @@ def column(gamma, sigma, args, generator):
                 )
             else:
                 cell["limit"] = fine_tuning_risk(theta, torch.tensor(gamma).double(), sigma).item()
-                cell["printed"] = fine_tuning_risk_noiseless(
-                    theta, torch.tensor(gamma).double(), sigma
+                cell["printed"] = fine_tuning_risk(
+                    theta, torch.tensor(gamma).double(), sigma, depth=1
                 ).item()
                 cell["z_printed"] = z_score(mean, error, printed[a].item())
             yield cell

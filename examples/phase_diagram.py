@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from lightning_taskinfo.functional.deep_linear import (
     fine_tuning_boundary,
     fine_tuning_risk,
-    fine_tuning_risk_noiseless,
     negative_transfer_interval,
 )
 from lightning_taskinfo.tasks import plot_phase_map
@@ -43,7 +42,7 @@ print(
     "for n/d = 0.1, 0.5, 0.9.",
 )
 risk = fine_tuning_risk(torch.pi / 3, 0.5, 0.3)
-printed = fine_tuning_risk_noiseless(torch.pi / 3, 0.5, 0.3)
+printed = fine_tuning_risk(torch.pi / 3, 0.5, 0.3, depth=1)
 print(f"Its risk is {risk:.3f} at n/d = 0.5, and {printed:.3f} by the formula as it is printed.")
 
 # %% Draw everything in one figure

@@ -143,7 +143,7 @@ def digest(named: Iterable[tuple[str, Any]]) -> str:
             values = tensor.detach().cpu().contiguous()
             total.update(f"{values.dtype} {list(values.shape)}".encode())
             raw = values.reshape(-1).view(torch.uint8)
-            total.update(raw.numpy().tobytes())
+            total.update(raw.numpy().data)
     return total.hexdigest()[:16]
 
 

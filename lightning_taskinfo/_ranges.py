@@ -75,7 +75,6 @@ RULES: dict[str, Callable[[Tensor], Tensor]] = {  # what is said of numbers -> w
     "non-negative": lambda t: t >= 0,
     "non-negative and finite": lambda t: (t >= 0) & t.isfinite(),
     "positive": lambda t: (t > 0) & t.isfinite(),
-    "positive and finite": lambda t: (t > 0) & t.isfinite(),
 }
 
 

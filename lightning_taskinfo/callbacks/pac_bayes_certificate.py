@@ -1,11 +1,12 @@
 """Certify a network at the end of its training, or every few epochs."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
+from lightning_taskinfo._ranges import check_choice
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.information_in_weights import CenteredProbe
 from lightning_taskinfo.callbacks.source import Samples
@@ -18,7 +19,7 @@ from lightning_taskinfo.certificates import (
 from lightning_taskinfo.certificates.certify import check_choices
 from lightning_taskinfo.certificates.prior import fixed_hashes
 from lightning_taskinfo.certificates.search import Structures, named_structures
-from lightning_taskinfo.certificates.subject import ErrorKind, check_scores, check_word
+from lightning_taskinfo.certificates.subject import ErrorKind, check_scores
 
 
 class PACBayesCertificate(CenteredProbe):
@@ -97,7 +98,7 @@ class PACBayesCertificate(CenteredProbe):
                 f"`prior_origin` must say where the weights come from, got {prior_origin!r}."
             )
         check_choices(delta, draws, betas, delta_draws=delta_draws)
-        check_word("error", error, ErrorKind)
+        check_choice(get_args(ErrorKind), error=error)
         named_structures(structure)  # refuses what it does not know
         self.error = error
         self.prior_origin = prior_origin

@@ -354,11 +354,9 @@ class Certificate(Tabled):
             ax.set_title("not valid")
         return figure, ax
 
-    def _sentences(self) -> list[str]:
-        if not self.valid:
-            return [self.reading()]
-        return [self.reading(), self.comparison(), self.advice()]
-
     def __str__(self) -> str:
         lines = [f"{name:18s} {value}" for name, value in self.rows().items()]
-        return "\n".join([*lines, "", " ".join(self._sentences())])
+        says = self.reading()
+        if self.valid:
+            says = f"{says} {self.comparison()} {self.advice()}"
+        return "\n".join([*lines, "", says])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_taskinfo._batches import Reader
 from lightning_taskinfo._nested import IGNORED, sample_count, tensors
 from lightning_taskinfo._observe import observing
-from lightning_taskinfo._progress import Progress, counted, shown, silent
-from lightning_taskinfo._ranges import check_counts, check_positive, check_probability
+from lightning_taskinfo._progress import Progress, counted, shown
+from lightning_taskinfo._ranges import check_counts, check_positive, check_probability, check_values
 from lightning_taskinfo.certificates import prior as priors
 from lightning_taskinfo.certificates.certificate import (
     Candidate,
@@ -252,8 +252,7 @@ def _check_inputs(subject: Subject, argument: str, inputs: Any) -> None:
 
 def _check_known_error(found: float, known: float, n: int) -> None:
     """Refuse an error that is far from the one that the user knows: other inputs, or other preprocessing."""
-    if not 0 <= known <= 1:
-        raise ValueError(f"`known_error` must be between 0 and 1, got {known}.")
+    check_values("in [0, 1]", known_error=known)
     standard_error = math.sqrt(found * (1 - found) / n)
     if abs(found - known) > KNOWN_ERROR_MARGIN + 4 * standard_error:
         raise ValueError(
@@ -324,7 +323,7 @@ def block_disagreements(
     inputs: Any,
     counts: Tensor | None,
     draws: int,
-    progress: Progress = silent,
+    progress: Progress,
 ) -> tuple[Tensor, int]:
     """Return the mean disagreement of each block of fresh inputs with one draw of the weights.
 

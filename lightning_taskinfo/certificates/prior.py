@@ -1,6 +1,5 @@
 """The pre-distribution of a certificate: its centre, its widths, and what may make the certificate invalid."""
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_taskinfo._files import read_checkpoint
+from lightning_taskinfo._files import digest, read_checkpoint
 from lightning_taskinfo._nested import split
 from lightning_taskinfo._observe import trainable_parameters, weights_now
 from lightning_taskinfo._ranges import check_finite_tensors, check_positive
@@ -121,11 +120,8 @@ def fixed_hashes(model: nn.Module) -> dict[str, str]:
 
 
 def hash_of(tensor: Tensor) -> str:
-    """Return a hash of a tensor's values and shape."""
-    values = tensor.detach().cpu()
-    hashed = hashlib.blake2b(str(values.shape).encode(), digest_size=16)
-    hashed.update(values.flatten().view(torch.uint8).numpy().data)
-    return hashed.hexdigest()
+    """Return a hash of a tensor's values, type and shape."""
+    return digest([("", tensor)])
 
 
 def reasons_against(

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_taskinfo._calls import outputs_of
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo._progress import Progress, counted
+from lightning_taskinfo._ranges import check_choice
 from lightning_taskinfo.certificates.certificate import Candidate
 from lightning_taskinfo.certificates.prior import Prior
 from lightning_taskinfo.certificates.subject import Subject, pick
@@ -58,8 +59,7 @@ def named_structures(structure: str | Iterable[str]) -> tuple[str, ...]:
     if names == ("auto",):
         return possible
     for name in names:
-        if name not in possible:
-            raise ValueError(f"`structure` must be 'auto' or one of {possible}, got {name!r}.")
+        check_choice(possible, structure=name)
     return names
 
 

@@ -13,6 +13,7 @@ from torch import Generator, Tensor, nn
 from lightning_taskinfo._calls import outputs_of
 from lightning_taskinfo._nested import IGNORED, split, take
 from lightning_taskinfo._observe import HALVES, at_least_float32, trainable_parameters
+from lightning_taskinfo._ranges import check_choice
 from lightning_taskinfo.certificates.samples import Samples
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.fisher.measure import Forward
@@ -203,12 +204,6 @@ def check_certifiable(model: nn.Module) -> torch.device:
     )
 
 
-def check_word(argument: str, word: str, words: Any) -> None:
-    """Raise a ``ValueError`` for a word that is none of a ``Literal``."""
-    if word not in get_args(words):
-        raise ValueError(f"`{argument}` must be one of {get_args(words)}, got {word!r}.")
-
-
 def check_scores(
     error: str,
     outputs: Tensor,
@@ -226,7 +221,7 @@ def check_scores(
         all_targets: Labels of all samples, if there are more.
         who: What needs them, for messages.
     """
-    check_word("error", error, ErrorKind)
+    check_choice(get_args(ErrorKind), error=error)
     axes = "[N, C]" if error == "class" else "[N, T, V]"
     *shape, C = outputs.shape
     if len(shape) != axes.count(",") or C < 2:

@@ -24,7 +24,7 @@ from lightning_taskinfo._ranges import check_counts, checked_tensors
 Number: TypeAlias = Tensor | float
 RULES = {
     "theta": "in [0, pi]",
-    "gamma": "positive and finite",
+    "gamma": "positive",
     "sigma": "non-negative and finite",
     "n": "greater than 2",
 }
@@ -129,7 +129,8 @@ def fine_tuning_risk(
         b^{2L} = (1-\gamma)\, b^{2(L-1)} + \gamma + \frac{\gamma\sigma^2}{1-\gamma},
 
     and :math:`R_{ft} = R_{sc}` for :math:`\gamma \ge 1`. Without noise :math:`b = 1` at any depth. A linear model
-    (``depth=1``) started at :math:`\beta_s` has no :math:`b`, see :func:`fine_tuning_risk_noiseless`.
+    (``depth=1``) started at :math:`\beta_s` has no :math:`b`; then this is the formula that [Tahir2024]_ print for all
+    depths, :math:`R_{sc} + (1-\gamma)_+ (1 - 2\cos\theta)`, which is right for deep ones at :math:`\sigma = 0` only.
 
     Args:
         theta: Angle between source and target, any shape.
@@ -153,36 +154,6 @@ def fine_tuning_risk(
     theta, gamma, sigma = checked(theta=theta, gamma=gamma, sigma=sigma)
     gain = fine_tuning_transferability(theta, gamma, sigma, depth=depth, dimension=dimension)
     return scratch_risk(gamma, sigma, dimension=dimension) - gain
-
-
-def fine_tuning_risk_noiseless(
-    theta: Number,
-    gamma: Number,
-    sigma: Number,
-) -> Tensor:
-    r"""Risk of fine-tuning as [Tahir2024]_ print it, which is right for :math:`\sigma = 0` only.
-
-    .. math:: R_{sc} + (1-\gamma)_+ (1 - 2\cos\theta)
-
-    With noise the layers still move, see :func:`fine_tuning_risk`; then this is the risk of a one-layer model that
-    is started at :math:`\beta_s`.
-
-    Args:
-        theta: Angle between source and target, any shape.
-        gamma: Samples per dimension, broadcastable with ``theta``.
-        sigma: Standard deviation of the label noise, broadcastable with ``theta``.
-
-    Returns:
-        The risk, in the broadcast shape.
-
-    Raises:
-        ValueError: If an argument is outside its domain.
-
-    Example:
-        >>> fine_tuning_risk_noiseless(torch.pi / 2, 0.5, 0.0)
-        tensor(1.)
-    """
-    return fine_tuning_risk(theta, gamma, sigma, depth=1)
 
 
 def linear_transferability(

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_taskinfo._progress import silent
 from lightning_taskinfo.certificates import Prior, certify, zero_one_loss
 from lightning_taskinfo.certificates.certificate import Candidate
 from lightning_taskinfo.certificates.certify import block_disagreements
@@ -95,7 +96,7 @@ def test_every_block_has_inputs_and_a_draw_of_its_own(trained, data, m, draws, b
     inputs = torch.arange(m)[:, None].float()
     subject = Subject(model, (inputs, torch.zeros(m).long()), seed=0)
     model.calls.clear()
-    means, found = block_disagreements(subject, isotropic(model, 1.0), inputs, None, draws)
+    means, found = block_disagreements(subject, isotropic(model, 1.0), inputs, None, draws, silent)
     (own, *drawn) = [call for call in model.calls if len(call[1]) <= m]
     assert own[0] == 0.0
     assert (len(means), found) == (blocks, size)
@@ -113,7 +114,7 @@ def test_every_block_has_inputs_and_a_draw_of_its_own(trained, data, m, draws, b
 def test_disagreement_is_that_of_a_loop(certificate, trained):
     """Blocks or single inputs: the same mean, within its error."""
     subject = Subject(trained, blobs(600, 0), seed=1)
-    blocks, _ = block_disagreements(subject, certificate.post, UNLABELLED, None, 500)
+    blocks, _ = block_disagreements(subject, certificate.post, UNLABELLED, None, 500, silent)
     g = torch.Generator().manual_seed(3)
     own = trained(UNLABELLED).argmax(1)
     single = []

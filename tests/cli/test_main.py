@@ -39,7 +39,7 @@ def test_phase_diagram_writes_a_figure_and_a_table(tmp_path, capsys):
     ("argument", "message"),
     [
         ("--sigma=-1", "`sigma` must be non-negative and finite, got -1.0."),
-        ("--gammas=[0.5,0]", "`gamma` must be positive and finite, got 0.0."),
+        ("--gammas=[0.5,0]", "`gamma` must be positive, got 0.0."),
         ("--angles=0", "`angles` must be at least 1, got 0."),
         ("--out=figure.nonsense", "`out` must end in .png, .pdf or .svg, got figure.nonsense."),
     ],

@@ -9,7 +9,6 @@ from lightning_taskinfo.functional.deep_linear import (
     _layer_product,
     fine_tuning_boundary,
     fine_tuning_risk,
-    fine_tuning_risk_noiseless,
     fine_tuning_transferability,
     layer_product,
     linear_transfer_risk,
@@ -115,10 +114,10 @@ def test_two_layers_have_a_quadratic():
 def test_fine_tuning_is_the_printed_formula_without_noise_only(depth):
     theta, gamma = ANGLES[:, None], GAMMAS
     printed = scratch_risk(gamma, 0.0) + (1 - gamma).clamp(min=0) * (1 - 2 * theta.cos())
-    torch.testing.assert_close(fine_tuning_risk_noiseless(theta, gamma, 0.0), printed)
+    torch.testing.assert_close(fine_tuning_risk(theta, gamma, 0.0, depth=1), printed)
     torch.testing.assert_close(fine_tuning_risk(theta, gamma, 0.0, depth=depth), printed)
-    gap = fine_tuning_risk(theta, gamma, 1.0, depth=depth) - fine_tuning_risk_noiseless(
-        theta, gamma, 1.0
+    gap = fine_tuning_risk(theta, gamma, 1.0, depth=depth) - fine_tuning_risk(
+        theta, gamma, 1.0, depth=1
     )
     assert (gap[:, gamma < 1].abs() > 1e-3).all()
     assert (gap[:, gamma > 1] == 0).all()
@@ -187,10 +186,10 @@ def test_gradients():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: scratch_risk(0.0, 1.0), r"`gamma` must be positive and finite, got 0.0"),
+        (lambda: scratch_risk(0.0, 1.0), r"`gamma` must be positive, got 0.0"),
         (
             lambda: scratch_risk(torch.tensor([1.0, math.inf]), 1.0),
-            r"`gamma` must be positive and finite, got inf",
+            r"`gamma` must be positive, got inf",
         ),
         (lambda: scratch_risk(1.0, -1.0), r"`sigma` must be non-negative and finite, got -1.0"),
         (lambda: scratch_risk(1.0, 1.0, dimension=0), r"`dimension` must be at least 1, got 0"),
