@@ -29,7 +29,6 @@ __all__ = [
     "add_weight_noise",
     "noisy_weights",
     "plain_state_dict",
-    "prior_means",
     "remove_weight_noise",
     "repeatable_noise",
     "sampling",
@@ -223,7 +222,16 @@ def add_weight_noise(
     check_not_negative(std=std)
     check_positive(prior_std=prior_std)
     picked = _pick(model)
-    centres = prior_means(prior_center, picked)
+    centres: Weights = picked
+    if prior_center == "zero":
+        centres = {name: torch.zeros_like(p) for name, p in picked.items()}
+    elif isinstance(prior_center, Mapping):
+        centres = prior_center
+        check_shapes("prior_center", centres, picked)
+    elif prior_center != "initial":
+        raise ValueError(
+            f"`prior_center` must be 'initial', 'zero' or a state dict, got {prior_center!r}."
+        )
     held = _Held()
     owners = {model}
     for index, (name, mean) in enumerate(picked.items()):
@@ -264,32 +272,6 @@ def _pick(model: nn.Module) -> dict[str, nn.Parameter]:
         if problem:
             raise ValueError(f"`model` must not have a trainable `{name}`: it is {problem}.")
     return picked
-
-
-def prior_means(center: PriorCenter, weights: Weights) -> dict[str, Tensor]:
-    """Return the mean of the pre-distribution of each weight.
-
-    Args:
-        center: The weights as they are now, zero, or a plain state dict.
-        weights: The weights by name.
-
-    Raises:
-        ValueError: If ``center`` is another word, or lacks a weight in its shape.
-
-    Example:
-        >>> prior_means("zero", {"weight": torch.ones(2)})
-        {'weight': tensor([0., 0.])}
-    """
-    if center == "initial":
-        return dict(weights)
-    if center == "zero":
-        return {name: torch.zeros_like(p) for name, p in weights.items()}
-    if isinstance(center, str):
-        raise ValueError(
-            f"`prior_center` must be 'initial', 'zero' or a state dict, got {center!r}."
-        )
-    check_shapes("prior_center", center, weights)
-    return dict(center)
 
 
 def check_shapes(argument: str, given: Weights, weights: Weights, hint: str = "") -> None:

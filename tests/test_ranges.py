@@ -10,7 +10,6 @@ from torch import nn
 from lightning_taskinfo import (
     InformationInWeights,
     LocalMinimumRegularizer,
-    MultiKernelMMD,
     PACBayesCertificate,
     Task2Vec,
     Training,
@@ -20,9 +19,9 @@ from lightning_taskinfo import (
 from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive, check_seed
 from lightning_taskinfo.certificates import Prior
 from lightning_taskinfo.distributions import IsotropicGaussian
+from lightning_taskinfo.functional.discrepancy import mk_mmd
 from lightning_taskinfo.functional.information import information_in_weights, post_variance
 from lightning_taskinfo.functional.likelihood import Gaussian
-from lightning_taskinfo.functional.minima import normalise_logits
 from lightning_taskinfo.transfer.ready import Stages
 
 ONE = torch.ones(1)
@@ -37,7 +36,6 @@ SCALARS = {
     "post_variance": ("beta", lambda x: post_variance(ONE, prior_std=1.0, beta=x)),
     "IsotropicGaussian": ("prior_std", lambda x: IsotropicGaussian({"w": ONE}, prior_std=x)),
     "Gaussian": ("std", lambda x: Gaussian(std=x)),
-    "normalise_logits": ("scale", lambda x: normalise_logits(ONE, scale=x)),
     "Stages": ("learning_rate", lambda x: Stages(learning_rate=x)),
     "Stages, fine-tuning": ("fine_tune_learning_rate", lambda x: Stages(fine_tune_learning_rate=x)),
     "Training": ("learning_rate", lambda x: Training(learning_rate=x)),
@@ -59,7 +57,7 @@ SEVERAL = {
         lambda xs: certify(nn.Linear(1, 2), (torch.ones(9, 1), torch.zeros(9).long()), betas=xs),
     ),
     "Prior": ("stds", lambda xs: Prior(stds=xs)),
-    "MultiKernelMMD": ("widths", lambda xs: MultiKernelMMD(widths=xs)),
+    "mk_mmd": ("widths", lambda xs: mk_mmd(torch.ones(2, 1), torch.ones(2, 1), widths=xs)),
 }
 
 

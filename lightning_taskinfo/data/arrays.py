@@ -159,22 +159,6 @@ def _scaled(images: Images, labels: Labels) -> TensorDataset:
     return TensorDataset(x, torch.from_numpy(labels))
 
 
-def warn_of_absent(what: str, labels: Any, num_classes: int) -> None:
-    """Warn of classes without a training sample.
-
-    Args:
-        what: What the labels belong to, for the message.
-        labels: Classes of the training samples.
-        num_classes: How many classes there should be.
-    """
-    absent = np.setdiff1d(np.arange(num_classes), labels)
-    if len(absent):
-        warn(
-            f"{what} has no training sample of {len(absent)} of {num_classes} classes, the first of them "
-            f"{absent[0]}; classes count from 0."
-        )
-
-
 def load_npz(path: StrPath, *, name: str | None = None) -> ArrayData:
     """Return the arrays ``x_train``, ``y_train``, ``x_test`` and ``y_test`` of an npz file.
 
@@ -214,8 +198,12 @@ def load_npz(path: StrPath, *, name: str | None = None) -> ArrayData:
         data = ArrayData(**splits, name=name, num_classes=classes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    if told is None:
-        warn_of_absent(f"`y_train` of {name!r}", data.y_train, classes)
+    absent = np.setdiff1d(np.arange(classes), data.y_train)
+    if told is None and len(absent):
+        warn(
+            f"`y_train` of {name!r} has no training sample of {len(absent)} of {classes} classes, the first of them "
+            f"{absent[0]}; classes count from 0."
+        )
     return data
 
 

@@ -241,27 +241,6 @@ WIDTH_FACTORS = tuple(2.0**k for k in range(-9, 10))
 """Nineteen widths, from 1/512 to 512 times the median distance."""
 
 
-def median_distance(
-    source: Tensor,
-    target: Tensor,
-) -> Tensor:
-    """Median distance between two different samples of the union: the usual unit for kernel widths.
-
-    Args:
-        source: Samples, shape ``[N, D]``.
-        target: Samples, shape ``[M, D]``.
-
-    Returns:
-        The median, a scalar without gradient; 1 where more than half of the samples coincide.
-
-    Example:
-        >>> median_distance(torch.tensor([[0.0]]), torch.tensor([[3.0]]))
-        tensor(3.)
-    """
-    median = torch.pdist(torch.cat([source, target]).detach()).median()
-    return torch.where(median > 0, median, 1.0)
-
-
 def gaussian_kernel(
     a: Tensor,
     b: Tensor,
@@ -339,7 +318,11 @@ def mk_mmd(
             f"`source` and `target` must have shapes [N, D] and [M, D] with N and M of at least 2, got {shapes}."
         )
     if widths is None:
-        widths = median_distance(source, target) * source.new_tensor(WIDTH_FACTORS)
+        median = torch.pdist(torch.cat([source, target]).detach()).median()
+        unit = torch.where(
+            median > 0, median, 1.0
+        )  # 0 where more than half of the samples coincide
+        widths = unit * source.new_tensor(WIDTH_FACTORS)
     else:
         check_positive(widths=widths)
     widths = torch.as_tensor(widths, dtype=source.dtype, device=source.device)

@@ -35,16 +35,13 @@ class InformationTerms(NamedTuple):
         r"""Information in the weights, :math:`\mathrm{KL}(Q\,\|\,P)`, in nats."""
         return self.displacement + self.curvature
 
-    def objective(self, loss: float | Tensor = 0.0) -> Tensor:
-        r"""Return the quadratic :math:`C_\beta \approx L_D(w^*) + \tfrac12\mathrm{tr}(H\Sigma^*) + \beta\,\mathrm{KL}`.
+    def objective(self) -> Tensor:
+        r"""Return :math:`\tfrac12\mathrm{tr}(H\Sigma^*) + \beta\,\mathrm{KL}`.
 
-        It says nothing about :math:`Q` where the loss is not quadratic over the width of :math:`Q`; see
-        :meth:`code_length`.
-
-        Args:
-            loss: :math:`L_D(w^*)`, the **sum** of the loss over the dataset.
+        This is what the quadratic :math:`C_\beta` adds to the **sum** of the loss over the dataset. It says nothing
+        about :math:`Q` where the loss is not quadratic over the width of :math:`Q`; see :meth:`code_length`.
         """
-        return loss + self.curvature_penalty + self.beta * self.kl
+        return self.curvature_penalty + self.beta * self.kl
 
     def code_length(self, expected_loss: float | Tensor, *, choices: int = 1) -> Tensor:
         r"""Return :math:`C_\beta = \mathbb{E}_Q[L_D] + \beta\,(\mathrm{KL} + \log J)`.

@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import normalize
 
-from lightning_taskinfo._ranges import check_counts, check_positive
+from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
 
 
@@ -29,7 +29,7 @@ class LocalMinimumSummary(NamedTuple):
     trace: Tensor
 
 
-def log_determinant(gram: Tensor) -> Tensor:
+def log_determinant(gram: Tensor) -> tuple[Tensor, Tensor]:
     r"""Log-determinant of a Gram matrix, in float64; :math:`-\infty` where it is singular to working precision.
 
     The matrix is scaled to a unit diagonal first, :math:`\log|\xi| = \sum_n \log \xi_{nn} + \log|\mathrm{corr}\,\xi|`:
@@ -39,27 +39,23 @@ def log_determinant(gram: Tensor) -> Tensor:
         gram: Symmetric and positive semi-definite, shape ``[..., N, N]``.
 
     Returns:
-        :math:`\log|\xi|`, shape ``[...]``.
+        :math:`\log|\xi|` and the rank of the matrix, shape ``[...]``.
 
     Example:
         >>> log_determinant(4 * torch.eye(2))  # 2 log 4
-        tensor(2.7726, dtype=torch.float64)
+        (tensor(2.7726, dtype=torch.float64), tensor(2))
         >>> log_determinant(torch.ones(2, 2))
-        tensor(-inf, dtype=torch.float64)
+        (tensor(-inf, dtype=torch.float64), tensor(1))
     """
-    scale, eigenvalues = _unit_spectrum(gram)
-    return scale.log().sum(-1) + eigenvalues.log().sum(-1)
-
-
-def _unit_spectrum(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Diagonal of a Gram matrix, and its eigenvalues after scaling to a unit diagonal; those of rounding are 0."""
     xi = gram.double()
     scale = xi.diagonal(dim1=-2, dim2=-1).clamp_min(0)
     unit = torch.where(scale > 0, scale.rsqrt(), 0.0)
     correlation = xi * unit.unsqueeze(-1) * unit.unsqueeze(-2)
     eigenvalues = torch.linalg.eigvalsh(correlation)  # [..., N], ascending
     noise = torch.finfo(xi.dtype).eps * xi.shape[-1] * eigenvalues[..., -1:]
-    return scale, eigenvalues.where(eigenvalues > noise, 0.0)
+    eigenvalues = eigenvalues.where(eigenvalues > noise, 0.0)
+    value = scale.log().sum(-1) + eigenvalues.log().sum(-1)
+    return value, eigenvalues.count_nonzero(-1)
 
 
 def local_minimum_summary(
@@ -113,14 +109,12 @@ def local_minimum_summary(
     keys = torch.rand(draws, pool, generator=generator, device=device)
     chosen = keys.argsort(1)[:, :n].to(gram.device)  # [T, N'], without replacement
     xi = gram.double()[chosen.unsqueeze(2), chosen.unsqueeze(1)]  # [T, N', N']
-    gammas = log_determinant(xi)
-    singular = xi[gammas.isinf()]
+    gammas, ranks = log_determinant(xi)
+    singular = ranks[gammas.isinf()]
     if len(singular):
-        _, eigenvalues = _unit_spectrum(singular[0])
-        rank = int(eigenvalues.count_nonzero())
         warn(
-            f"The gradients of {n} samples span {rank} directions only, so that the log-determinant of their Gram "
-            "matrix is -inf; set `subset_size` well below that.",
+            f"The gradients of {n} samples span {singular[0]} directions only, so that the log-determinant of their "
+            "Gram matrix is -inf; set `subset_size` well below that.",
         )
     error = gammas.std() / math.sqrt(draws) if draws > 1 else gammas[0] * math.nan
     return LocalMinimumSummary(
@@ -132,23 +126,14 @@ def local_minimum_summary(
     )
 
 
-def normalise_logits(
-    logits: Tensor,
-    *,
-    scale: float = 0.04,
-) -> Tensor:
-    r"""Divide each logit vector by ``scale`` times its norm, so that networks of different confidence compare.
+def normalise_logits(logits: Tensor) -> Tensor:
+    r"""Divide each logit vector by 0.04 times its norm, so that networks of different confidence compare.
 
     Args:
         logits: Shape ``[..., C]``.
-        scale: The factor; the norm of every result is its inverse.
-
-    Raises:
-        ValueError: If ``scale`` is not positive.
 
     Example:
-        >>> normalise_logits(torch.tensor([[3.0, 4.0]]), scale=0.25)  # of norm 4
-        tensor([[2.4000, 3.2000]])
+        >>> normalise_logits(torch.tensor([[3.0, 4.0]]))  # of norm 25
+        tensor([[15.0000, 20.0000]])
     """
-    check_positive(scale=scale)
-    return normalize(logits, dim=-1) / scale
+    return normalize(logits, dim=-1) / 0.04

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_taskinfo.functional.discrepancy import (
+    WIDTH_FACTORS,
     ensemble_targets,
     gaussian_kernel,
-    median_distance,
     mk_mmd,
 )
 
@@ -89,8 +89,11 @@ def test_kernel_far_from_the_origin_stays_below_one():
     assert gaussian_kernel(far, far, torch.tensor([1.0])).max() <= 1
 
 
-def test_median_distance_of_coinciding_samples_is_one():
-    assert median_distance(torch.zeros(3, 2), torch.zeros(3, 2)).item() == 1.0
+def test_median_distance_of_coinciding_samples_counts_as_one():
+    source, target = torch.zeros(3, 2), torch.tensor([[0.0, 0], [0, 0], [0, 2]])
+    found = mk_mmd(source, target)
+    assert found == mk_mmd(source, target, widths=WIDTH_FACTORS)
+    assert found.isfinite()
 
 
 @pytest.mark.parametrize("argument", ["source", "target"])

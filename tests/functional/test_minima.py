@@ -20,32 +20,32 @@ def gram():
 
 
 def test_log_determinant_is_the_logarithm_of_the_determinant(gram):
-    torch.testing.assert_close(log_determinant(gram), gram.det().log())
+    torch.testing.assert_close(log_determinant(gram)[0], gram.det().log())
     stacked = torch.stack([gram, 2 * gram])
-    torch.testing.assert_close(log_determinant(stacked), stacked.det().log())
+    torch.testing.assert_close(log_determinant(stacked)[0], stacked.det().log())
 
 
 def test_log_determinant_is_accurate_where_determinants_overflow(gram):
     diagonal = torch.logspace(-9, 3, 200, dtype=torch.float64)
-    torch.testing.assert_close(log_determinant(diagonal.diag()), diagonal.log().sum())
-    assert log_determinant(1e80 * gram).item() == pytest.approx(
-        log_determinant(gram).item() + 7 * 80 * math.log(10)
+    torch.testing.assert_close(log_determinant(diagonal.diag())[0], diagonal.log().sum())
+    assert log_determinant(1e80 * gram)[0].item() == pytest.approx(
+        log_determinant(gram)[0].item() + 7 * 80 * math.log(10)
     )
 
 
 def test_gradients_of_very_different_length_are_not_dependent(gram):
     scale = torch.logspace(-15, 0, 7, dtype=torch.float64)
     scaled = gram * scale.unsqueeze(1) * scale
-    assert log_determinant(scaled).item() == pytest.approx(
-        log_determinant(gram).item() + 2 * scale.log().sum().item()
+    assert log_determinant(scaled)[0].item() == pytest.approx(
+        log_determinant(gram)[0].item() + 2 * scale.log().sum().item()
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dependent_gradients_give_minus_infinity(dtype):
     j = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=dtype).double()
-    assert log_determinant(j @ j.T).item() == -math.inf
-    assert log_determinant(torch.zeros(3, 3)).item() == -math.inf
+    assert log_determinant(j @ j.T)[0].item() == -math.inf
+    assert log_determinant(torch.zeros(3, 3))[0].item() == -math.inf
 
 
 def test_all_subsets_by_a_loop(gram):
@@ -119,8 +119,6 @@ def test_refuses_numbers_out_of_range(gram):
             local_minimum_summary(gram, subset_size=size)
     with pytest.raises(ValueError, match="`draws` must be at least 1, got 0"):
         local_minimum_summary(gram, draws=0)
-    with pytest.raises(ValueError, match=r"`scale` must be positive, got 0\.0"):
-        normalise_logits(torch.ones(1, 2), scale=0.0)
 
 
 def test_normalised_logits_have_one_norm_and_keep_their_direction():
