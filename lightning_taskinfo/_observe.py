@@ -127,13 +127,10 @@ def observing_parts(observed: Parts) -> Iterator[None]:
     restore_random_states = keep_random_states(devices)
     modes = [module.training for module in modules]
     places = [dict(module._buffers) for module in modules]
-    # Parameters that a forward pass writes to: tables whose rows are shortened when they are used.
-    tables = [
-        m
-        for m in modules
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None
-    ]
-    written = [*buffers, *(table.weight for table in tables)]
+    written = [*buffers]
+    for m in modules:  # parameters that a forward pass writes to: rows are shortened when used
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
+            written.append(m.weight)
     values = [tensor.detach().clone() for tensor in written]
     grads = [p.grad for p in parameters]
     ids = {id(module) for module in modules}
@@ -159,8 +156,7 @@ def observing_parts(observed: Parts) -> Iterator[None]:
         restore_random_states()
         for module, mode, place in zip(modules, modes, places, strict=True):
             module.training = mode
-            for name, buffer in place.items():
-                module._buffers[name] = buffer
+            module._buffers.update(place)
         for p, grad in zip(parameters, grads, strict=True):
             p.grad = grad
         for tensor, value in zip(written, values, strict=True):
