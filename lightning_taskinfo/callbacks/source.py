@@ -309,12 +309,9 @@ def readable(loader: Any) -> bool:
         batches = batches.noted
     if not isinstance(loader, DataLoader) or type(batches) is not BatchSampler:
         return False  # or its items are batches
-    dataset = loader.dataset
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        return False
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler):
-        return sampler.dataset is dataset
+        return sampler.dataset is loader.dataset
     return type(sampler) in (SequentialSampler, RandomSampler)
 
 
