@@ -21,7 +21,7 @@ from lightning_taskinfo.fisher.measure import Request, measure
 from lightning_taskinfo.functional.likelihood import (
     Bernoulli,
     Categorical,
-    Likelihood,
+    as_likelihood,
     look_like_probabilities,
 )
 from lightning_taskinfo.regularizers import Regularizer
@@ -30,18 +30,13 @@ from lightning_taskinfo.variational import noisy_weights
 RELATIVE, ABSOLUTE = 0.1, 0.05  # losses differ clearly beyond both, the latter in nats
 
 
-def try_model(
-    who: str,
-    model: nn.Module,
-    inputs: Any,
-    targets: Tensor | None,
-    asked: Request,
-) -> tuple[Tensor, Tensor | None]:
-    """Run the model on two samples, and return outputs and targets to be checked; call it inside ``observing``.
+def check_samples(probe: Any, model: nn.Module, inputs: Any, targets: Tensor | None) -> None:
+    """Run the model on two samples, and let the probe check outputs and targets; call it inside ``observing``.
 
     Raises:
-        ValueError: If it cannot be run.
+        ValueError: If it cannot be run, or its outputs are not what the probe needs.
     """
+    asked: Request = probe._asked
     sample_count(inputs)  # refuses what has none
     few, few_targets = first_samples(inputs, targets, 2)
     try:
@@ -50,23 +45,13 @@ def try_model(
         raise
     except Exception as error:
         raise ValueError(
-            f"{who}: calling the module on the inputs of a batch failed ({type(error).__name__}: {error}); set "
-            "`forward_fn` to a function of (module, inputs) that returns the outputs."
+            f"{probe.state_key}: calling the module on the inputs of a batch failed ({type(error).__name__}: {error}); "
+            "set `forward_fn` to a function of (module, inputs) that returns the outputs."
         ) from error
     if sharded(model):  # what no hook follows is known now, not at the first measurement
         request = replace(asked, labels="sampled")
         measure(model, few, few_targets, request, Norms(sample_count(few)))
-    return outputs, few_targets
-
-
-def check_fit(who: str, outputs: Tensor, targets: Tensor | None, likelihood: Likelihood) -> None:
-    """Refuse outputs and targets that do not fit the likelihood, and warn of probabilities in the place of logits."""
-    likelihood.check(outputs, targets)
-    if isinstance(likelihood, Categorical) and look_like_probabilities(outputs):
-        warn(
-            f"{who} takes outputs for logits, and those of the first samples are probabilities: set `forward_fn`, "
-            "e.g. to lambda module, inputs: module(inputs).log()."
-        )
+    probe._check_outputs(outputs, few_targets)
 
 
 def check_module(probe: Any, trainer: Trainer, model: nn.Module) -> bool:
@@ -120,17 +105,14 @@ def kind_of_shards(model: nn.Module) -> str | None:
     return None
 
 
-def first_losses(
-    module: nn.Module,
-    batch: Any,
-    reader: Reader,
-    likelihood: Likelihood,
-) -> list[float]:
+def first_losses(probe: Any, module: nn.Module, batch: Any) -> list[float]:
     """Return the loss of the first batch before its training step, averaged in every way that the step may do it.
 
     It is that of the module in its own modes, from the random state that the training step will
     find: dropout and batch norm do the same in both. There is none where it cannot be compared.
     """
+    reader: Reader = probe.reader
+    likelihood = as_likelihood(probe.likelihood)
     comparable = isinstance(likelihood, Categorical | Bernoulli)  # those with one scale
     if not comparable or any(noisy_weights(module)):
         return []
@@ -167,12 +149,10 @@ def compare_losses(
 ) -> None:
     """Warn where the loss that the first training step returned is clearly none of these."""
     trained = _trained_loss(trainer, outputs)
-    if trained is None:
+    if trained is None or not math.isfinite(trained):
         return
-    nearest = min(losses, key=lambda loss: abs(loss - trained))
-    gap = abs(nearest - trained)
-    larger = max(abs(nearest), abs(trained))
-    if gap > ABSOLUTE and gap > RELATIVE * larger:
+    near = [math.isclose(loss, trained, rel_tol=RELATIVE, abs_tol=ABSOLUTE) for loss in losses]
+    if not any(near):
         warn(
             f"{who} finds a loss of {losses[0]:.4g} nats per sample on the first batch, and "
             f"`training_step` returned {trained:.4g}: what is measured may not be what is trained. `batch_fn`, "

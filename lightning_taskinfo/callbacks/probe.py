@@ -39,7 +39,13 @@ from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks import checks, report
 from lightning_taskinfo.callbacks.source import Pair, Samples, Source, on_every_process
 from lightning_taskinfo.fisher.measure import Request
-from lightning_taskinfo.functional.likelihood import Labels, Likelihood, as_likelihood
+from lightning_taskinfo.functional.likelihood import (
+    Categorical,
+    Labels,
+    Likelihood,
+    as_likelihood,
+    look_like_probabilities,
+)
 from lightning_taskinfo.plotting import plot_curves
 
 if TYPE_CHECKING:
@@ -236,20 +242,24 @@ class Probe(Callback, ABC):
             inputs, targets = self._source.pool or self.reader.read(model, self._batch)
             if not isinstance(inputs, Tensor) or len(inputs):  # otherwise others have the samples
                 with resharding(model):
-                    tried = checks.try_model(self.state_key, model, inputs, targets, self._asked)
-                self._check_outputs(*tried)
+                    checks.check_samples(self, model, inputs, targets)
         # Once for all that read batches in this way.
         comparing = [other for other in trainer.callbacks if getattr(other, "_first_losses", None)]
         ways = [(other.reader, other.likelihood) for other in comparing]
         if (self.reader, self.likelihood) not in ways and not self._sharded:
-            likelihood = as_likelihood(self.likelihood)
-            self._first_losses = checks.first_losses(model, self._batch, self.reader, likelihood)
+            self._first_losses = checks.first_losses(self, model, self._batch)
         if self.at_start and trainer.global_step == 0:
             self._measure()
 
     def _check_outputs(self, outputs: Tensor, targets: Tensor | None) -> None:
-        """Refuse outputs of the first samples that are not what the quantity needs."""
-        checks.check_fit(self.state_key, outputs, targets, as_likelihood(self.likelihood))
+        """Refuse outputs of the first samples that are not what the quantity needs; warn of probabilities."""
+        likelihood = as_likelihood(self.likelihood)
+        likelihood.check(outputs, targets)
+        if isinstance(likelihood, Categorical) and look_like_probabilities(outputs):
+            warn(
+                f"{self.state_key} takes outputs for logits, and those of the first samples are probabilities: set "
+                "`forward_fn`, e.g. to lambda module, inputs: module(inputs).log()."
+            )
 
     def on_train_batch_start(
         self,
