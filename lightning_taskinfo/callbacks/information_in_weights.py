@@ -106,9 +106,10 @@ class CenteredProbe(Probe):
 
     def _stored(self, weights: ParamDict) -> ParamDict:
         """Return the checkpoint's weights; those that it does not have, e.g. of a new head, count from the start."""
-        stored = self.prior_center
+        stored: Any = self.prior_center
         if isinstance(stored, str):
             stored = read_checkpoint("prior_center", stored).state
+        stored = stored.get("state_dict", stored)  # of a checkpoint's dict
         found = {}
         for name, w in weights.items():
             if name in stored and stored[name].shape == w.shape:
@@ -141,25 +142,6 @@ class CenteredProbe(Probe):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.center = dict(state_dict["prior_center"])
-
-
-def checked_center(start: str | os.PathLike[str] | Mapping[str, Tensor]) -> Start:
-    """Return ``prior_center`` as a :class:`CenteredProbe` has it: a checkpoint's dict as weights, a path as text.
-
-    Raises:
-        ValueError: If it is a word or path that is not known, or holds numbers that are not finite.
-    """
-    if isinstance(start, Mapping):
-        nested: Any = start.get("state_dict", start)
-        check_finite_tensors("prior_center", nested)
-        return dict(nested)
-    start = os.fspath(start)
-    if start not in ("initial", "zero") and not Path(start).is_file():
-        raise ValueError(
-            "`prior_center` must be 'initial', 'zero', a state dict or the path of a checkpoint, "
-            f"got {start!r}."
-        )
-    return start
 
 
 def _some(names: Iterable[str]) -> str:
@@ -275,7 +257,14 @@ class InformationInWeights(CenteredProbe):
         check_choice(["diagonal", "kron"], structure=structure)
         self.prior_std = prior_std
         self.beta = beta
-        self.prior_center = checked_center(prior_center)
+        if not isinstance(prior_center, Mapping):
+            prior_center = os.fspath(prior_center)
+            if prior_center not in ("initial", "zero") and not Path(prior_center).is_file():
+                raise ValueError(
+                    "`prior_center` must be 'initial', 'zero', a state dict or the path of a checkpoint, "
+                    f"got {prior_center!r}."
+                )
+        self.prior_center = prior_center
         self.structure = structure
         self.draws = draws
         self.num_samples = num_samples
