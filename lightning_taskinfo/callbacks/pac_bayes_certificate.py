@@ -110,7 +110,6 @@ class PACBayesCertificate(CenteredProbe):
         self.certificate: Certificate | None = None
         self._fixed: dict[str, str] = {}  # hashes of frozen weights and buffers at the start
         self._late = False
-        self._bar = False
 
     def _forget(self) -> None:
         super()._forget()
@@ -126,7 +125,6 @@ class PACBayesCertificate(CenteredProbe):
                 )
                 break
         self.certificate = None
-        self._bar = trainer.is_global_zero and trainer.progress_bar_callback is not None
         known = self.begin(pl_module)
         if not known:  # otherwise from a checkpoint, or an earlier fit: before the data were seen
             self._late = trainer.ckpt_path is not None
@@ -145,6 +143,7 @@ class PACBayesCertificate(CenteredProbe):
 
     def observe(self, model: nn.Module, samples: Samples) -> Certificate:
         origin = None if self._late else self.prior_origin
+        trainer = samples.trainer
         return certify(
             model,
             (samples.inputs, samples.targets),  # type: ignore[arg-type]  # which were checked
@@ -158,7 +157,7 @@ class PACBayesCertificate(CenteredProbe):
             batch_fn=lambda pair: pair,  # read already: labels would be shifted twice
             forward_fn=self.forward_fn,
             seed=self.seed,
-            progress=self._bar,
+            progress=trainer.is_global_zero and trainer.progress_bar_callback is not None,
         )
 
     def summarise(self, observed: Certificate, samples: Samples) -> dict[str, float]:
