@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
 from lightning_taskinfo._nested import sample_count
-from lightning_taskinfo._ranges import check_choice, check_counts
+from lightning_taskinfo._ranges import check_choice
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks.fisher_trace import by_layer
 from lightning_taskinfo.callbacks.probe import Probe
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 Score: TypeAlias = Literal["loss", "squared_norm"]
 Losses: TypeAlias = Callable[[], tuple[Tensor, Tensor]]  # sums and counts of a step
 LARGEST = 10**9  # number of a sample: memory grows with it
+LISTED = 100  # samples in the table of the loggers
 STEPS = 128  # whose losses are added up at once
 NOT_READ = "the training step had no backward pass"
 ONE_EACH = "`index_fn`, or the sampler of the loader, must give one number for each"
@@ -215,7 +216,6 @@ class TrainStepNorms(Probe):
             where they rank the samples. Without them, losses of any network can be followed.
         max_samples: Norms of at most this many samples of a batch are read in a step, on each
             process; other ones the next time.
-        top_k: How many samples the table of the loggers has.
         rank_by: What ranks the samples: ``"loss"`` or ``"squared_norm"``.
         loss_reduction: Whether the loss of a training step is the ``"mean"`` or the ``"sum"`` over
             the samples of its batch.
@@ -250,7 +250,6 @@ class TrainStepNorms(Probe):
         every_n_steps: int | None = None,
         norms: bool = True,
         max_samples: int = 64,
-        top_k: int = 100,
         rank_by: Score = "loss",
         loss_reduction: Literal["mean", "sum"] = "mean",
         per_layer: bool = True,
@@ -269,11 +268,9 @@ class TrainStepNorms(Probe):
         )
         check_choice(["loss", "squared_norm"], rank_by=rank_by)
         check_choice(["mean", "sum"], loss_reduction=loss_reduction)
-        check_counts(top_k=top_k)
         if rank_by == "squared_norm" and not norms:
             raise ValueError(f"`rank_by` must be 'loss' with `norms=False`, got {rank_by!r}.")
         self.norms = norms
-        self.top_k = top_k
         self.rank_by: Score = rank_by
         self._ranks_norms = rank_by == "squared_norm"
         self.loss_reduction = loss_reduction
@@ -509,8 +506,8 @@ class TrainStepNorms(Probe):
         super()._report()
         samples = self.samples
         if samples.seen.any():
-            plot = partial(samples.plot, k=self.top_k)
-            self._log_rows("suspicious_samples", samples.top(self.top_k), plot)
+            plot = partial(samples.plot, k=LISTED)
+            self._log_rows("suspicious_samples", samples.top(LISTED), plot)
 
     def teardown(self, trainer: Trainer, *_: Any, **stage: Any) -> None:
         self._recorder = self._trainer = self._drawn = None

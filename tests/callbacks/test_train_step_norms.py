@@ -604,8 +604,9 @@ def test_a_second_fit_goes_on_and_another_module_begins_anew(tmp_path):
     assert callback.samples.seen.tolist() == [2] * 32
 
 
-def test_loggers_get_table_and_figure(tmp_path):
-    logger, callback = CSVLogger(tmp_path), TrainStepNorms(top_k=5)
+def test_loggers_get_table_and_figure(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_taskinfo.callbacks.train_step_norms.LISTED", 5)
+    logger, callback = CSVLogger(tmp_path), TrainStepNorms()
     fit(tmp_path, callback, model=Plain, logger=logger)
     (stored,) = Path(logger.log_dir).glob("*samples_table.csv")
     lines = [line.split(",") for line in stored.read_text().split()]
@@ -627,7 +628,6 @@ def test_beside_itself_and_another_callback(tmp_path):
     [
         {"rank_by": "size"},
         {"loss_reduction": "none"},
-        {"top_k": 0},
         {"max_samples": 0},
         {"every_n_steps": 0},
     ],
