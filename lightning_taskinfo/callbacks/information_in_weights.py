@@ -319,7 +319,9 @@ class InformationInWeights(CenteredProbe):
             trials = _Trials(observed, family, samples, self._noises, self.draws // 2, loss, scale)
             candidates = self._candidates()
             std, parts, losses = trials.best(candidates)
-            expected, error = _mean_and_error(losses)
+            expected, error = fmean(losses), math.nan
+            if len(losses) > 1 and all(map(math.isfinite, losses)):  # over noises
+                error = stdev(losses) / math.sqrt(len(losses))
             if self.prior_std == "auto":
                 choices = len(AUTO_STDS)
                 self._chosen = AUTO_STDS.index(std)
@@ -497,14 +499,6 @@ class _Trials:
         except Exception:  # e.g. out of memory: then NaN, on all processes
             more = [math.nan] * len(stds)
         return (self.loss + samples.summed(more).cpu() * self.scale).tolist()
-
-
-def _mean_and_error(losses: list[float]) -> tuple[float, float]:
-    """Return the mean over noises, and its standard error."""
-    error = math.nan
-    if len(losses) > 1 and all(map(math.isfinite, losses)):
-        error = stdev(losses) / math.sqrt(len(losses))
-    return fmean(losses), error
 
 
 def _ratio(value: float, whole: float) -> float:
