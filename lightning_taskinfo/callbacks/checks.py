@@ -105,7 +105,7 @@ def kind_of_shards(model: nn.Module) -> str | None:
     return None
 
 
-def first_losses(probe: Any, module: nn.Module, batch: Any) -> list[float]:
+def first_losses(probe: Any, module: nn.Module) -> list[float]:
     """Return the loss of the first batch before its training step, averaged in every way that the step may do it.
 
     It is that of the module in its own modes, from the random state that the training step will
@@ -118,7 +118,7 @@ def first_losses(probe: Any, module: nn.Module, batch: Any) -> list[float]:
         return []
     modes = [(part, part.training) for part in module.modules()]
     try:
-        inputs, targets = reader.read(module, batch)
+        inputs, targets = reader.read(module, probe._batch)
         with observing(module), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for part, mode in modes:
@@ -141,20 +141,16 @@ def first_losses(probe: Any, module: nn.Module, batch: Any) -> list[float]:
     return [float(mean) for mean in means if math.isfinite(mean)]
 
 
-def compare_losses(
-    who: str,
-    losses: list[float],
-    trainer: Trainer,
-    outputs: Any,
-) -> None:
-    """Warn where the loss that the first training step returned is clearly none of these."""
-    trained = _trained_loss(trainer, outputs)
+def compare_losses(probe: Any, outputs: Any) -> None:
+    """Warn where the loss that the first training step returned is clearly none of those that the probe has found."""
+    losses = probe._first_losses
+    trained = _trained_loss(probe._trainer, outputs)
     if trained is None or not math.isfinite(trained):
         return
     near = [math.isclose(loss, trained, rel_tol=RELATIVE, abs_tol=ABSOLUTE) for loss in losses]
     if not any(near):
         warn(
-            f"{who} finds a loss of {losses[0]:.4g} nats per sample on the first batch, and "
+            f"{probe.state_key} finds a loss of {losses[0]:.4g} nats per sample on the first batch, and "
             f"`training_step` returned {trained:.4g}: what is measured may not be what is trained. `batch_fn`, "
             "`forward_fn` and `likelihood` say how batches are read; dropout, label smoothing, class weights and "
             "other terms of the loss are further causes."

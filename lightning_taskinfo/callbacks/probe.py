@@ -247,7 +247,7 @@ class Probe(Callback, ABC):
         comparing = [other for other in trainer.callbacks if getattr(other, "_first_losses", None)]
         ways = [(other.reader, other.likelihood) for other in comparing]
         if (self.reader, self.likelihood) not in ways and not self._sharded:
-            self._first_losses = checks.first_losses(self, model, self._batch)
+            self._first_losses = checks.first_losses(self, model)
         if self.at_start and trainer.global_step == 0:
             self._measure()
 
@@ -282,7 +282,7 @@ class Probe(Callback, ABC):
         *_: Any,
     ) -> None:
         if self._first_losses:
-            checks.compare_losses(self.state_key, self._first_losses, trainer, outputs)
+            checks.compare_losses(self, outputs)
             self._first_losses = []
         if self._source.missing:
             self._tried(self._source.collect, self._batch, trainer.is_last_batch)
