@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lightning_taskinfo.fisher.api import (
-    engines_used,
     fisher_diagonal,
     fisher_trace,
     gradient_gram,
@@ -20,7 +19,6 @@ __all__ = [
     "FisherEstimate",
     "FisherInformation",
     "KroneckerFactors",
-    "engines_used",
     "fisher_diagonal",
     "fisher_trace",
     "gradient_gram",

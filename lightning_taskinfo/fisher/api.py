@@ -8,7 +8,7 @@ from torch import Generator, Tensor, nn
 from lightning_taskinfo._nested import sample_count
 from lightning_taskinfo._observe import ParamDict, trainable_parameters
 from lightning_taskinfo._random import keep_random_states
-from lightning_taskinfo.fisher.accumulators import Gram, Norms, TraceSums
+from lightning_taskinfo.fisher.accumulators import Gram, TraceSums
 from lightning_taskinfo.fisher.measure import (
     Forward,
     Request,
@@ -223,33 +223,6 @@ def gradient_gram(
         products.close()
         wanted = products.postponed
     return gram
-
-
-def engines_used(
-    model: nn.Module,
-    inputs: Any,
-    targets: Tensor | None = None,
-    **options: Any,
-) -> dict[str, str]:
-    """Return how each parameter is served, by running one measurement; arguments of :func:`fisher_trace`.
-
-    ``"graph"`` reads layer inputs and output gradients off the autograd graph of one forward and
-    backward pass. ``"loop"`` means that the graph does not show which gradients of the parameter
-    belong to which sample, so that every sample takes a backward pass of its own.
-
-    Args:
-        model: Any module.
-        inputs: A batch of ``N`` inputs.
-        targets: The dataset's labels.
-        **options: The other arguments of :func:`fisher_trace`.
-
-    Example:
-        >>> from torch import nn, ones
-        >>> engines_used(nn.Linear(2, 2), ones(4, 2))
-        {'weight': 'graph', 'bias': 'graph'}
-    """
-    norms = Norms(sample_count(inputs))
-    return measure(model, inputs, targets, Request(**options), norms)
 
 
 def _scalar(

@@ -134,8 +134,8 @@ def measure(
     targets: Tensor | None,
     request: Request,
     accumulator: Accumulator,
-) -> dict[str, str]:
-    """Send the gradients of every sample into ``accumulator``; return how each parameter was served."""
+) -> None:
+    """Send the gradients of every sample into ``accumulator``."""
     n = sample_count(inputs)
     inputs, targets = with_targets(model, inputs, targets, request.forward_fn)
     observed = parts(model)
@@ -149,7 +149,7 @@ def measure(
         resharding(model),
         _without_hooks(model, observed.parameters),
     ):
-        return Measurement(model, take(inputs, _usable), targets, request, accumulator).run(n)
+        Measurement(model, take(inputs, _usable), targets, request, accumulator).run(n)
 
 
 @contextmanager
@@ -271,10 +271,9 @@ class Measurement:
         self.first: Tensor | None = None  # outputs of the first sample without the others
         self.looked = False  # whether samples depend on their batch
         self.alone = False  # whether samples are measured one by one
-        self.unshown: set[str] = set()  # parameters that are the reason
 
-    def run(self, n: int) -> dict[str, str]:
-        """Measure ``n`` samples, chunk by chunk, and return which way served which parameter."""
+    def run(self, n: int) -> None:
+        """Measure ``n`` samples, chunk by chunk."""
         step = min(n, self.request.chunk_size or n)
         if step > 1:
             self._recall()
@@ -283,7 +282,6 @@ class Measurement:
             step = math.ceil(n / chunks)  # chunks of about one size
         for start in range(0, n, step):
             self._measure(slice(start, min(start + step, n)))
-        return {name: "loop" if name in self.unshown else "graph" for name in self.parameters}
 
     def _measure(self, samples: slice) -> None:
         """Measure the samples of a chunk together, or else one by one."""
@@ -440,7 +438,6 @@ class Measurement:
         hidden = dict.fromkeys(self.parameters, graph.opaque) if plan is None else plan.unshown
         if not hidden:
             return False
-        self.unshown = {*hidden}
         reason = hidden[min(hidden)]
         text = f"The graph does not show which sample gradients of {some_of(hidden)} belong to ({reason})"
         if self.sharded:
