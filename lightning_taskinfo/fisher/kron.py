@@ -19,7 +19,7 @@ What is kept are two matrices and a number, so that chunks, batches and processe
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -36,8 +36,8 @@ from lightning_taskinfo._observe import (
     parts,
     trainable_parameters,
 )
-from lightning_taskinfo.fisher.measure import Request, measure
-from lightning_taskinfo.fisher.ops import Conv, Embedding, Product, as_places, blocks
+from lightning_taskinfo.fisher.measure import Request, check_parameters, measure
+from lightning_taskinfo.fisher.ops import Conv, Embedding, Use, as_places, blocks
 from lightning_taskinfo.fisher.terms import Gradients
 
 MAX_SIDE = 8192  # of a factor that is kept as a whole: half a gigabyte in float64
@@ -56,20 +56,18 @@ class KroneckerFactors:
 
     Example:
         >>> factors = KroneckerFactors(torch.diag(torch.tensor([1.0, 2.0])), torch.tensor([3.0]))
-        >>> factors.eigenvalues().tolist(), factors.trace().item()
+        >>> factors.eigen()[0].tolist(), factors.trace().item()
         ([[3.0], [6.0]], 9.0)
     """
 
     rows: Tensor
     columns: Tensor | None = None
 
-    def eigenvalues(self) -> Tensor:
-        """Return the eigenvalues of the block, ``[R, D]`` in float64; one column for a vector."""
-        values, _, _ = self.eigen()
-        return values
-
     def eigen(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the eigenvalues ``[R, D]``, and the eigenvectors of rows and columns; None where there are none."""
+        """Return the eigenvalues ``[R, D]`` in float64, and the eigenvectors of rows and columns; None for none.
+
+        A vector has one column of eigenvalues.
+        """
         of_rows, rows = _eigen(self.rows)
         if self.columns is None:
             return of_rows[:, None], rows, None
@@ -95,7 +93,7 @@ class Sums:
 
     Attributes:
         rows: Shape ``[R, R]``, or ``[R]``.
-        columns: Shape ``[D, D]``, or ``[D]``; nothing, ``[0]``, for a vector.
+        columns: Shape ``[D, D]``, or ``[D]``; nothing, ``[0, 0]``, for a vector.
         places: How often the weight was applied, as far as products of inputs and gradients were
             added.
         squares: Squared norms of the gradients of single samples, as far as these were added.
@@ -127,13 +125,14 @@ class Sums:
             add_gram(self.columns, G.flatten(0, 1))
             self.squares += G.square().sum()
 
-    def means(self, n: float) -> tuple[Tensor, Tensor | None]:
-        """Return the factors of rows and of columns, for sums over ``n`` samples."""
+    def factors(self, n: float) -> KroneckerFactors:
+        """Return the factors, for sums over ``n`` samples."""
         if not len(self.columns):
-            return self.rows / n, None
+            return KroneckerFactors(self.rows / n)
         if self.squares:
-            return self.rows / n, self.columns / self.squares
-        return self.rows / self.places.clamp_min(1), self.columns / n  # an unused weight has zeros
+            return KroneckerFactors(self.rows / n, self.columns / self.squares)
+        places = self.places.clamp_min(1)  # an unused weight has zeros
+        return KroneckerFactors(self.rows / places, self.columns / n)
 
 
 class KroneckerSums:
@@ -145,17 +144,12 @@ class KroneckerSums:
 
     def __init__(self, model: nn.Module) -> None:
         parameters = trainable_parameters(model)
-        if not parameters:
-            raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
+        check_parameters(parameters)
         first = next(iter(parameters.values()))
         like = at_least_float32(first.detach())
 
-        def zeros(
-            side: int,
-            diagonal: bool = False,
-        ) -> Tensor:
-            is_vector = diagonal or side > MAX_SIDE
-            return like.new_zeros([side] if is_vector else [side, side])
+        def zeros(side: int) -> Tensor:
+            return like.new_zeros([side] if side > MAX_SIDE else [side, side])
 
         self.by_name: dict[str, Sums] = {}
         self._read: set[tuple[str, int]] = set()
@@ -163,11 +157,10 @@ class KroneckerSums:
             layer, _, _ = name.rpartition(".")
             owner = model.get_submodule(layer)
             rows, columns = matrix_shape(p.shape, kernel=isinstance(owner, _ConvNd))
-            of_rows = zeros(rows, isinstance(owner, nn.Embedding))
-            of_columns = like.new_zeros(0) if columns is None else zeros(columns)
+            is_table = isinstance(owner, nn.Embedding)
             self.by_name[name] = Sums(
-                of_rows,
-                of_columns,
+                like.new_zeros(rows) if is_table else zeros(rows),
+                zeros(columns),
                 places=like.new_zeros(()),
                 squares=like.new_zeros(()),
             )
@@ -180,13 +173,13 @@ class KroneckerSums:
     ) -> None:
         """Add the gradients of a parameter, for some samples and scores."""
         sums = self.by_name[name]
-        part = _only_product(found, sums)
-        if part is None:
+        if found.only is None or not _is_product(found.only[0], sums):
             for _, gradients in found.formed():
                 sums.add_gradients(gradients)
             return
         # The gradient is Σ_t b_t a_tᵀ: one factor has b bᵀ of every score, the other has a aᵀ.
-        use, scores = part
+        use: Any
+        use, scores = found.only
         of_outputs, of_inputs = sums.rows, sums.columns
         if isinstance(use, Embedding) or use.inputs_in_rows:
             of_outputs, of_inputs = of_inputs, of_outputs
@@ -198,11 +191,16 @@ class KroneckerSums:
             return
         self._read.add((name, samples.start))
         if isinstance(use, Embedding):  # a is one of the unit vectors
-            counts = torch.bincount(use.index[use.counted], minlength=use.shape[0])
-            _diagonal(of_inputs).add_(counts)
-            sums.places += counts.sum()
-            return
-        for a in _inputs_by_place(use):
+            counted = use.index[use.index != use.padding_idx]
+            _diagonal(of_inputs).add_(torch.bincount(counted, minlength=use.shape[0]))
+            sums.places += len(counted)
+        elif isinstance(use, Conv):
+            for some in blocks(len(use.a), use.entries * use.a.shape[1] // 4):
+                patches = use.of(some).flatten(0, 1)
+                add_gram(of_inputs, patches)
+                sums.places += len(patches)
+        else:
+            a = use.rows.rows_first(use.inputs).flatten(0, -2)
             add_gram(of_inputs, a)
             sums.places += len(a)
 
@@ -312,8 +310,7 @@ def as_factors(
                 f"Kronecker factors of {name!r} are of different kinds in different batches, as where only some of "
                 "them are sorted or routed; measure the diagonal instead."
             )
-        rows, columns = found.means(n)
-        factors[name] = KroneckerFactors(rows, columns)
+        factors[name] = found.factors(n)
     return factors
 
 
@@ -321,8 +318,8 @@ def matrix_shape(
     shape: torch.Size,
     *,
     kernel: bool = False,
-) -> tuple[int, int | None]:
-    """Return how many rows and columns a parameter has; None in place of columns for a vector or a number.
+) -> tuple[int, int]:
+    """Return how many rows and columns a parameter has; no columns for a vector or a number.
 
     Args:
         shape: The parameter's shape.
@@ -333,40 +330,25 @@ def matrix_shape(
         >>> matrix_shape(torch.Size([1, 2, 5, 5]), kernel=True), matrix_shape(torch.Size([1, 7, 4]))
         ((1, 50), (7, 4))
         >>> matrix_shape(torch.Size([1, 1, 4])), matrix_shape(torch.Size([1, 4]))
-        ((4, None), (1, 4))
+        ((4, 0), (1, 4))
     """
     sizes = list(shape)
     if len(sizes) > 2 and not kernel:
         while len(sizes) > 1 and sizes[0] == 1:
             del sizes[0]
     if len(sizes) < 2:
-        return math.prod(sizes), None
+        return math.prod(sizes), 0
     return sizes[0], math.prod(sizes[1:])
 
 
-def _only_product(
-    found: Gradients,
+def _is_product(
+    use: Use,
     sums: Sums,
-) -> "tuple[Product | Embedding, list[Tensor]] | None":
-    """Return the one use of a parameter, if its gradient is a sum over places of products of two vectors."""
-    if found.only is None:
-        return None
-    use, scores = found.only
+) -> bool:
+    """Whether the gradient of a parameter with this use alone is a sum over places of products of two vectors."""
     if isinstance(use, Conv):
-        is_kernel = len(sums.rows) == use.shape[0] and use.at.way == ()
-        return (use, scores) if is_kernel and use.plain else None
-    if isinstance(use, Product | Embedding) and use.joint is not None and len(sums.columns):
-        return use, scores
-    return None
-
-
-def _inputs_by_place(use: Product) -> Iterator[Tensor]:
-    """Yield the inputs of a use in blocks, one place a row: ``[places, D]``."""
-    if isinstance(use, Conv):
-        for some in blocks(len(use.a), use.entries * use.a.shape[1] // 4):
-            yield use.of(some).flatten(0, 1)
-    else:
-        yield use.rows.rows_first(use.inputs).flatten(0, -2)
+        return use.plain and len(sums.rows) == use.shape[0] and use.at.way == ()
+    return use.joint is not None and len(sums.columns) > 0
 
 
 def add_gram(

@@ -262,7 +262,7 @@ class Measurement:
 
     def __post_init__(self) -> None:
         self.parameters = gathered_parameters(self.model)
-        _check_parameters(self.parameters)
+        check_parameters(self.parameters)
         # All processes gather shards in step: what one happens to know must not change its passes.
         self.sharded = sharded(self.model)
         forward_fn = self.request.forward_fn
@@ -503,7 +503,8 @@ def _check_targets(
         raise ValueError(f"`targets` must have one entry per sample ({n}), got {len(targets)}.")
 
 
-def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
+def check_parameters(parameters: dict[str, nn.Parameter]) -> None:
+    """Raise a ``ValueError`` if there are none, or complex ones."""
     if not parameters:
         raise ValueError("`model` must have a parameter with `requires_grad=True`, got none.")
     for name, p in parameters.items():

@@ -457,7 +457,7 @@ class Embedding(Use):
     """Rows of a table: a sample's gradient adds the output gradients of equal indices, before squaring."""
 
     index: Tensor
-    padding_idx: int | None
+    padding_idx: int  # -1 for none
 
     def fits(self) -> bool:
         return self.rows.axis + self.rows.merged <= self.index.dim()
@@ -471,16 +471,11 @@ class Embedding(Use):
         """The indices, ``[N, T]``."""
         return self.rows.samples_first(self.index).flatten(1)
 
-    @property
-    def counted(self) -> Tensor:
-        """Which lookups count: not those of padding."""
-        return self.index != (-1 if self.padding_idx is None else self.padding_idx)
-
     def arranged(self, b: Tensor) -> Tensor:
         """Return gradients ``[N, T, D]``, zero where a lookup does not count."""
         b = self.rows.samples_first(b)
         b = b.reshape(*self.a.shape, b.shape[-1])
-        if self.padding_idx is None:
+        if self.padding_idx < 0:
             return b
         padding = self.a == self.padding_idx
         return b.masked_fill(padding.unsqueeze(-1), 0)
@@ -524,7 +519,7 @@ class Embedding(Use):
 def _embedding(at: Weight) -> Use:
     padding = at.node._saved_padding_idx
     if not 0 <= padding < shape_of(at.source)[0]:  # -1, or that as an unsigned number
-        padding = None
+        padding = -1
     return Embedding(at, at.saved("indices"), padding)
 
 
