@@ -1,5 +1,7 @@
 """Trace, diagonal, layer traces and Gram matrix: what is made of the squared gradients."""
 
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -218,7 +220,9 @@ def gradient_gram(
         if generator is not None and state is not None:
             generator.set_state(state)
         products = Gram(gram, wanted, room=128 * BLOCK)
-        measure(model, inputs, targets, request.again(), products)
+        # A likelihood may draw labels, too: a copy starts from the same place.
+        again = replace(request, likelihood=copy(request.likelihood))
+        measure(model, inputs, targets, again, products)
         restore()
         products.close()
         wanted = products.postponed

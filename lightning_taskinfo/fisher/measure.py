@@ -33,8 +33,7 @@ so. What the graph of a single sample does not show either takes a plain backwar
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -92,10 +91,6 @@ class Request:
             raise ValueError(f"`labels` must be one of {', '.join(LABELS)}, got {self.labels!r}.")
         check_counts(mc_samples=self.mc_samples, chunk_size=self.chunk_size)
         as_likelihood(self.likelihood)
-
-    def again(self) -> "Request":
-        """Return the same request, with a likelihood that starts its draws from the same place."""
-        return replace(self, likelihood=copy(self.likelihood))
 
     def forward(
         self,
@@ -204,10 +199,11 @@ def squared_gradients_by_name(
     found = Diagonal()
     if number_of_samples(inputs):
         measure(model, inputs, targets, request, found)
-    parameters = trainable_parameters(model)
-    for name in parameters.keys() - found.values.keys():
-        found.values[name] = torch.zeros_like(parameters[name]).detach()
-    return {name: found.values[name] for name in parameters}
+    squares: ParamDict = {}
+    for name, p in trainable_parameters(model).items():
+        known = found.values.get(name)
+        squares[name] = torch.zeros_like(p).detach() if known is None else known
+    return squares
 
 
 def number_of_samples(inputs: Any) -> int:

@@ -105,19 +105,16 @@ class FisherInformation(Metric):
             ValueError: If the parameters are not those of the first update, and as for
                 ``fisher_trace``.
         """
-        request = self._seeded(next(model.parameters()).device)
+        rank = torch.distributed.get_rank() if self.distributed_available_fn() else 0
+        self.drawn += 1  # torchmetrics' own count starts again inside `forward`
+        generator = Generator(next(model.parameters()).device)
+        generator.manual_seed(hash((self.seed, rank, self.drawn)))
+        request = replace(self.request, generator=generator)
         with observing(model):
             norms = squared_norms_by_name(model, inputs, targets, request)
         found = TraceSums.of(norms)
         self._remember(found.names)
         self.total = self.total + self.total.new_tensor(found.sums)
-
-    def _seeded(self, device: torch.device) -> Request:
-        """Return the request with a generator for this update on this process."""
-        rank = torch.distributed.get_rank() if self.distributed_available_fn() else 0
-        self.drawn += 1  # torchmetrics' own count starts again inside `forward`
-        seed = hash((self.seed, rank, self.drawn))
-        return replace(self.request, generator=Generator(device).manual_seed(seed))
 
     def compute(self) -> FisherEstimate:
         """Return the estimate from the samples of all processes."""

@@ -14,7 +14,7 @@ which runs the operation's own backward pass.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -652,8 +652,4 @@ def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
 
 def total(parts: Iterable[Tensor]) -> Tensor:
     """Add tensors of one shape, into the first."""
-    iterator = iter(parts)
-    first = next(iterator)
-    for part in iterator:
-        first.add_(part)
-    return first
+    return reduce(Tensor.add_, parts)

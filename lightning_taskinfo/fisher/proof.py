@@ -443,7 +443,7 @@ class Prover:
     ) -> Rows | None:
         """Try each axis, and then leading axes that are read as one."""
         sizes = plain.shape
-        floor = self._floor(plain)
+        floor = 16 * self.eps * float(torch.linalg.vector_norm(plain))
         ways = [Rows(axis=axis) for axis in range(len(sizes))]
         ways += [Rows(merged=merged) for merged in range(2, len(sizes))]
         for way in ways:
@@ -453,17 +453,16 @@ class Prover:
                 return self._in_order(number, samples, way)
         return None
 
-    def _floor(self, plain: Tensor) -> float:
-        """Return the norm below which a row is rounding."""
-        return 16 * self.eps * float(torch.linalg.vector_norm(plain))
-
     def _samples(
         self,
         plain: Tensor,
         scaled: Tensor,
         floor: float,
     ) -> Tensor | None:
-        """Return the sample of each row, -1 where it has no gradient; None if a row belongs to several samples."""
+        """Return the sample of each row, -1 where it has no gradient; None if a row belongs to several samples.
+
+        A row whose norm is below ``floor`` is rounding.
+        """
         if plain.numel() == 0:
             return torch.full((len(plain),), -1, device=plain.device)
         plain = plain.reshape(len(plain), -1)

@@ -299,16 +299,12 @@ class StepLosses:
         source, number = self.known[0].next_functions[0]
         return Edge(source, number) if source is not None and self.in_order else None
 
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """Return the sum of each sample's loss over its rows (tokens, outputs), and how many of them count.
-
-        Both are ``[samples]``, and 0 where the losses are not known: dividing can wait until there
-        are several steps. Weights of classes and label smoothing are left out.
-        """
-        return self.later()()
-
     def later(self) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Return a function that computes :meth:`sums` and holds no part of the graph.
+        """Return a function that computes sums over the rows of each sample, and holds no part of the graph.
+
+        It returns the sum of each sample's loss over its rows (tokens, outputs), and how many of
+        them count. Both are ``[samples]``, and 0 where the losses are not known: dividing can wait
+        until there are several steps. Weights of classes and label smoothing are left out.
 
         A step leaves nothing of the processor's cache to others, and copying a small step takes a
         third of the time of computing with it.
@@ -361,7 +357,7 @@ def losses_of(steps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Return the losses of the samples of several steps, one after the other; not finite where none is known.
 
     Args:
-        steps: What :meth:`StepLosses.sums` has returned for each.
+        steps: What :meth:`StepLosses.later` computes for each.
     """
     sums, counts = map(torch.cat, zip(*steps, strict=True))
     return sums / counts

@@ -26,7 +26,7 @@ def read(loss, targets):
 
 def values(loss, targets):
     """Return the mean loss of each sample."""
-    return losses_of([read(loss, targets).sums()])
+    return losses_of([read(loss, targets).later()()])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -118,7 +118,7 @@ def test_losses_that_are_not_those_of_the_batch_are_not_read(loss, message, gene
     out, y = outputs(N, C, generator=generator), torch.arange(N) % C
     found = read(loss(out, y), y)
     assert message in found.problem
-    assert not losses_of([found.sums()]).isfinite().any()
+    assert not losses_of([found.later()()]).isfinite().any()
 
 
 def test_unknown_targets_are_not_compared(generator):
@@ -158,7 +158,7 @@ def test_batches_of_any_lengths_are_averaged_one_after_the_other(generator):
         y = torch.randint(C, (N, length), generator=generator)
         y[0, 1:] = -100
         loss = F.cross_entropy(out.flatten(0, 1), y.flatten())
-        batches.append(read(loss, y).sums())
+        batches.append(read(loss, y).later()())
         expected.append(values(loss, y))
     torch.testing.assert_close(losses_of(batches), torch.cat(expected))
 
@@ -209,5 +209,5 @@ def test_a_loss_of_ones_own_is_a_mean_of_rows_of_samples_on_one_axis(loss, known
 
 def test_what_is_kept_of_targets_that_are_trained_holds_no_graph(generator):
     out, y = (outputs(N, C, generator=generator) for _ in range(2))
-    sums, _ = read(F.mse_loss(out, y), y).sums()
+    sums, _ = read(F.mse_loss(out, y), y).later()()
     assert not sums.requires_grad
