@@ -494,15 +494,9 @@ def _factors_from(scores: Tensor) -> Any:
             return scores
 
     class KFC(HBPConvNd):
-        def weight(
-            self,
-            ext: Any,
-            module: Any,
-            g_inp: Any,
-            g_out: Any,
-            passed: Any,
-        ) -> list[Tensor]:
-            _, A = super().weight(ext, module, g_inp, g_out, passed)
+        def weight(self, *arguments: Any) -> list[Tensor]:
+            _, A = super().weight(*arguments)
+            passed = arguments[-1]
             b = passed.flatten(3)  # [scores, N, channels, positions]
             return [torch.einsum("snit,snjt->ij", b, b), A]
 

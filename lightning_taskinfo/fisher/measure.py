@@ -158,8 +158,7 @@ def _without_hooks(
     """
     hooked: list[Any] = [p for p in parameters if p._backward_hooks]
     if hooked:
-        ids = {*map(id, hooked)}
-        names = [name for name, p in model.named_parameters() if id(p) in ids]
+        names = [name for name, p in model.named_parameters() if p._backward_hooks]
         warn(
             f"Hooks on {some_of(names)} do not run in a measurement: a gradient that they mask or scale counts as "
             "it is; `requires_grad=False` leaves a parameter out."
@@ -273,9 +272,9 @@ class Measurement:
         step = min(n, self.request.chunk_size or n)
         if step > 1:
             self._recall()
-        if self.request.chunk_size is None and step > 1:
-            chunks = max(1, round(n / self._affordable()))
-            step = math.ceil(n / chunks)  # chunks of about one size
+            if self.request.chunk_size is None:
+                chunks = max(1, round(n / self._affordable()))
+                step = math.ceil(n / chunks)  # chunks of about one size
         for start in range(0, n, step):
             self._measure(slice(start, min(start + step, n)))
 
@@ -346,7 +345,7 @@ class Measurement:
         if known is not None and known.call == self.known.call:
             self.known = known
             return
-        outputs = self._outputs(_row(self.inputs, 0), 1)
+        outputs = self._outputs(_first(self.inputs), 1)
         self.first = outputs.detach()
         self.known.outputs = outputs.numel()
         graph = Graph(outputs, self.parameters)
@@ -404,7 +403,7 @@ class Measurement:
         """
         if self.looked or (plan is not None and plan.seen):
             return False
-        first = self._outputs(_row(inputs, 0), 1) if self.first is None else self.first
+        first = self._outputs(_first(inputs), 1) if self.first is None else self.first
         turned = self._outputs(take(inputs, _turned), len(outputs))
         self.looked = True
         mixes = _differ(first, outputs[:1]) or _differ(turned, _turned(outputs))
@@ -492,10 +491,12 @@ def _check_targets(
     n: int,
 ) -> None:
     """Raise a ``ValueError`` if targets are not those of ``n`` samples."""
-    if targets is not None and not isinstance(targets, Tensor):
+    if targets is None:
+        return
+    if not isinstance(targets, Tensor):
         got = targets if isinstance(targets, str) else type(targets)
         raise ValueError(f"`targets` must be a tensor, got {got!r}.")
-    if targets is not None and len(targets) != n:
+    if len(targets) != n:
         raise ValueError(f"`targets` must have one entry per sample ({n}), got {len(targets)}.")
 
 
@@ -510,12 +511,9 @@ def check_parameters(parameters: dict[str, nn.Parameter]) -> None:
             )
 
 
-def _row(
-    inputs: Any,
-    n: int,
-) -> Any:
-    """Return one sample, as a batch."""
-    return take(inputs, itemgetter(slice(n, n + 1)))
+def _first(inputs: Any) -> Any:
+    """Return the first sample, as a batch."""
+    return take(inputs, itemgetter(slice(1)))
 
 
 def _turned(x: Tensor) -> Tensor:

@@ -240,10 +240,6 @@ class Conv(Product):
         self.plain = self.groups == 1 and not self.transposed  # as patches know it
         self._last: tuple[slice, Tensor] | None = None
 
-    @property
-    def joint(self) -> Any:
-        return None
-
     @cached_property
     def a(self) -> Tensor:
         """The inputs with the samples first, ``[N, repeat, C, ...]``."""

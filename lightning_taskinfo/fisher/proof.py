@@ -41,6 +41,8 @@ MOVE_ROWS = re.compile(
     "Segment|Sparse"
 )
 
+PLANS = 64  # kept of a model, as for sentences of different lengths
+
 Note: TypeAlias = Callable[[int, Sequence[Tensor | None]], None]  # takes gradients of an operation
 
 
@@ -160,13 +162,9 @@ class Plans:
     A plan that is asked for again for the 1st, 4th, 16th, … time is not given: then it is shown anew, for other data.
     A network that moves rows by their values, in a way that no operation tells, and that had them in the usual order
     at first, is found out by this, and nothing about it is kept any more.
-
-    Args:
-        limit: How many are kept, as for the last chunk of a batch, which is smaller.
     """
 
-    def __init__(self, limit: int = 8) -> None:
-        self.limit = limit
+    def __init__(self) -> None:
         self.kept: list[Plan] = []
         self.moving = False
 
@@ -190,16 +188,16 @@ class Plans:
         if before is not None:
             plan.asked = before.asked
             self.kept = [kept for kept in self.kept if kept is not before]
-        if before is not None and changed:
-            self.kept = []
-            self.moving = True
-            names = ", ".join(sorted(changed)[:3])
-            warn(
-                f"The model moves samples by their values on the way from {names}, which the batches before did not "
-                "show: what was measured on it so far may be wrong, from here on it is right."
-            )
+            if changed:
+                self.kept = []
+                self.moving = True
+                names = ", ".join(sorted(changed)[:3])
+                warn(
+                    f"The model moves samples by their values on the way from {names}, which the batches before did "
+                    "not show: what was measured on it so far may be wrong, from here on it is right."
+                )
         if plan.lasting and not plan.unshown and not self.moving:
-            self.kept = [*self.kept[1 - self.limit :], plan]
+            self.kept = [*self.kept[1 - PLANS :], plan]
         return plan
 
     def _like(
@@ -246,7 +244,7 @@ class Prover:
     graph: Graph
     samples: int
     rounds: int = 4
-    alone: Signature | None = None
+    alone: Signature = field(default_factory=list)
     root: Any = None
 
     def __post_init__(self) -> None:
@@ -311,9 +309,8 @@ class Prover:
     def _independent(self, mixed: set[int]) -> bool:
         """Whether what samples are added up in looks the same for one sample, as what knows nothing of samples does."""
         signature = self.graph.signature
-        alone = self.alone or []
-        same_size = len(alone) == len(signature)
-        return not mixed or (same_size and all(alone[i] == signature[i] for i in mixed))
+        same_size = len(self.alone) == len(signature)
+        return not mixed or (same_size and all(self.alone[i] == signature[i] for i in mixed))
 
     def _unshown(
         self,

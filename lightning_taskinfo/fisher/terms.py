@@ -249,11 +249,8 @@ class Arrivals:
             weights.append(Weight(node, at.place, graph.edge(*at.source), rows, at.way))
 
         uses: list[Use] = []
-
-        def read_all() -> None:
-            uses.extend(map(read, weights))
-
-        inside_a_pass(read_all)  # what checkpointing has to compute again is computed once
+        # What checkpointing has to compute again is computed once.
+        inside_a_pass(lambda: uses.extend(map(read, weights)))
         self.runs_again = any(isinstance(use, Other) for use in uses)  # an operation, later
         pending: dict[str, Pending] = {}
         for at, use in zip(plan.places, uses, strict=True):

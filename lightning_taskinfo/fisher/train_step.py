@@ -23,7 +23,6 @@ from lightning_taskinfo.fisher.proof import Plan, Plans, Prover
 from lightning_taskinfo.fisher.terms import Arrivals, Gradients
 
 COPIED = 1 << 14  # numbers of a step that may be copied
-PLANS = 64  # kept of a training, as for sentences of different lengths
 # Products of two tensors, with the place of the first of the two.
 PRODUCTS = {"MmBackward0": 0, "BmmBackward0": 0, "AddmmBackward0": 1, "ConvolutionBackward0": 0}
 
@@ -56,7 +55,7 @@ class StepRecorder:
         self.all = [*model.parameters()]
         self.trained: list[bool] = []
         self.parameters: dict[str, nn.Parameter] = {}
-        self.plans = Plans(PLANS)
+        self.plans = Plans()
         self.step = 0
         self.skip(None)
 

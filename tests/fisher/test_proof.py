@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo._observe import trainable_parameters
-from lightning_taskinfo.fisher import per_sample_squared_norms
+from lightning_taskinfo.fisher import per_sample_squared_norms, proof
 from lightning_taskinfo.fisher.graph import Graph
 from lightning_taskinfo.fisher.measure import _KNOWN
 from lightning_taskinfo.fisher.proof import Prover
@@ -368,7 +368,8 @@ def test_proofs_last_for_attention(implementation):
     assert plan(Attending().double(), torch.randn(4, positions, 4, dtype=torch.float64)).lasting
 
 
-def test_only_a_few_plans_are_kept():
+def test_only_a_few_plans_are_kept(monkeypatch):
+    monkeypatch.setattr(proof, "PLANS", 8)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     for n in range(2, 15):
         per_sample_squared_norms(model, torch.randn(n, 4, dtype=torch.float64))
