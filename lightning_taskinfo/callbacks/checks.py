@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._batches import Reader
-from lightning_taskinfo._calls import NoLogitsError
+from lightning_taskinfo._calls import NoLogitsError, outputs_of
 from lightning_taskinfo._lightning import Trainer
 from lightning_taskinfo._nested import first_samples, sample_count
 from lightning_taskinfo._observe import observing, trainable_parameters
@@ -40,7 +40,7 @@ def check_samples(probe: Any, model: nn.Module, inputs: Any, targets: Tensor | N
     sample_count(inputs)  # refuses what has none
     few, few_targets = first_samples(inputs, targets, 2)
     try:
-        outputs = asked.forward(model, few)
+        outputs = outputs_of(model, few, asked.forward_fn)
     except NoLogitsError:
         raise
     except Exception as error:

@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from lightning_taskinfo._batches import Reader
+from lightning_taskinfo._calls import outputs_of
 from lightning_taskinfo._fields import is_labeled, labeled_key
 from lightning_taskinfo._lightning import Trainer
 from lightning_taskinfo._nested import (
@@ -89,7 +90,7 @@ class Samples:
         counted = len(range(self.counted)[some])
         for part in split(inputs, CHUNK) if size(inputs) else ():
             with torch.no_grad():
-                outputs = self.asked.forward(model, part)
+                outputs = outputs_of(model, part, self.asked.forward_fn)
             if counted > 0:
                 yield outputs[:counted]
             counted -= CHUNK

@@ -13,6 +13,7 @@ from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.fisher.terms import Gradients
 
 Features = tuple[Tensor, ...]  # [n, D], or two whose products of a row are the gradient of a sample
+ROOM = 128 * BLOCK  # elements of gradients that wait for those of other samples
 COLUMNS = 1024  # of features multiplied at once in their own precision; these products are summed in float64
 
 
@@ -75,13 +76,12 @@ class Gram:
     """Inner products ``[n, n]`` of the samples' gradients.
 
     They need all samples of a parameter at once. Gradients of chunks are kept, as two vectors where
-    they are a product of these, and what does not fit into ``room`` elements is ``postponed`` to
+    they are a product of these, and what does not fit into ``ROOM`` elements is ``postponed`` to
     another pass.
     """
 
     gram: Tensor
     wanted: set[str]
-    room: int
 
     def __post_init__(self) -> None:
         self.held = 0
@@ -103,7 +103,7 @@ class Gram:
             return
         held = sum(x.numel() for x in features)
         expected = held * len(self.gram) // count
-        too_many = self.held + expected > self.room
+        too_many = self.held + expected > ROOM
         if self.kept and name not in self.kept and too_many:  # one parameter always fits
             self.postponed.add(name)
         else:

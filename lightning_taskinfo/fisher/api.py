@@ -18,7 +18,6 @@ from lightning_taskinfo.fisher.measure import (
     squared_gradients_by_name,
     squared_norms_by_name,
 )
-from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.functional.likelihood import Labels, Likelihood
 
 
@@ -201,13 +200,10 @@ def gradient_gram(
     """
     options.setdefault("labels", "empirical")
     request = Request(**options)
-    if request.labels == "exact":
+    if request.labels == "exact" or request.mc_samples > 1:
         raise ValueError(
-            "`labels` must be 'empirical' or 'sampled' for a Gram matrix of gradients, got 'exact'."
-        )
-    if request.mc_samples > 1:
-        raise ValueError(
-            f"`mc_samples` must be 1 for a Gram matrix of gradients, got {request.mc_samples}."
+            "`labels` must be 'empirical' or 'sampled', and `mc_samples` must be 1 for a Gram matrix of gradients, "
+            f"got {request.labels!r} and {request.mc_samples}."
         )
     n = sample_count(inputs)
     device = next(model.parameters()).device
@@ -219,7 +215,7 @@ def gradient_gram(
     while wanted:  # with the same labels in every pass
         if generator is not None and state is not None:
             generator.set_state(state)
-        products = Gram(gram, wanted, room=128 * BLOCK)
+        products = Gram(gram, wanted)
         # A likelihood may draw labels, too: a copy starts from the same place.
         again = replace(request, likelihood=copy(request.likelihood))
         measure(model, inputs, targets, again, products)

@@ -92,14 +92,6 @@ class Request:
         check_counts(mc_samples=self.mc_samples, chunk_size=self.chunk_size)
         as_likelihood(self.likelihood)
 
-    def forward(
-        self,
-        model: nn.Module,
-        inputs: Any,
-    ) -> Tensor:
-        """Run the model the way its user does."""
-        return outputs_of(model, inputs, self.forward_fn)
-
     def scores(
         self,
         outputs: Tensor,
@@ -134,7 +126,7 @@ def measure(
     n = sample_count(inputs)
     inputs, targets = with_targets(model, inputs, targets, request.forward_fn)
     observed = parts(model)
-    _check_modules(model, observed.modules)
+    _check_modules(model)
     _check_targets(targets, n)
     if request.forward_fn is None:
         call_on(model, inputs)  # before anything is watched
@@ -163,13 +155,13 @@ def _without_hooks(
             f"Hooks on {some_of(names)} do not run in a measurement: a gradient that they mask or scale counts as "
             "it is; `requires_grad=False` leaves a parameter out."
         )
-    kept = [dict(p._backward_hooks) for p in hooked]
+    kept = [(p, dict(p._backward_hooks)) for p in hooked]
     try:
         for p in hooked:
             p._backward_hooks.clear()
         yield
     finally:
-        for p, hooks in zip(hooked, kept, strict=True):
+        for p, hooks in kept:
             p._backward_hooks.update(hooks)
 
 
@@ -320,7 +312,7 @@ class Measurement:
         count: int,
     ) -> Tensor:
         """Run the model, and check that its outputs have a row for each sample and depend on parameters."""
-        outputs = self.request.forward(self.model, inputs)
+        outputs = outputs_of(self.model, inputs, self.request.forward_fn)
         if not isinstance(outputs, Tensor):
             raise ValueError(
                 f"`model` must return a tensor of outputs, got {type(outputs).__name__}; "
@@ -469,18 +461,14 @@ def some_of(names: Collection[str]) -> str:
     return ", ".join(sorted(names)[:3]) + more
 
 
-def _check_modules(
-    model: nn.Module,
-    modules: list[nn.Module],
-) -> None:
+def _check_modules(model: nn.Module) -> None:
     """Raise a ``ValueError`` if a module mixes the samples."""
-    for module in modules:
+    for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
             continue
         if module.training or module.running_mean is None:
-            names = {id(part): name for name, part in model.named_modules()}
             raise ValueError(
-                f"BatchNorm {names[id(module)]!r} is in train mode, or has no other, and normalises with the "
+                f"BatchNorm {name!r} is in train mode, or has no other, and normalises with the "
                 "statistics of the batch: it mixes the samples, and none has a gradient of its own; call "
                 "`model.eval()` first, or measure inside `observing(model)`, with `track_running_stats=True`."
             )

@@ -273,9 +273,7 @@ class Conv(Product):
     def copied(self) -> int:
         return 2 * max(math.prod(self.shape), self.entries * self.a.shape[1])
 
-    @property
-    def elements(self) -> int:
-        return self.copied
+    elements = copied
 
     @property
     def by_patches(self) -> bool:
@@ -514,7 +512,7 @@ class Embedding(Use):
 
 def _embedding(at: Weight) -> Use:
     padding = at.node._saved_padding_idx
-    if not 0 <= padding < shape_of(at.source)[0]:  # -1, or that as an unsigned number
+    if padding >= shape_of(at.source)[0]:  # -1 as an unsigned number
         padding = -1
     return Embedding(at, at.saved("indices"), padding)
 

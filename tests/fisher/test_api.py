@@ -199,7 +199,7 @@ def test_a_tuple_and_a_dict_go_through_forward_fn():
 def test_more_than_fits_is_measured_in_several_passes(monkeypatch, case, chunk_size):
     model, inputs, targets = make(case)
     whole = gradient_gram(model, inputs, targets)
-    monkeypatch.setattr("lightning_taskinfo.fisher.api.BLOCK", 0)
+    monkeypatch.setattr("lightning_taskinfo.fisher.accumulators.ROOM", 0)
     torch.testing.assert_close(gradient_gram(model, inputs, targets, chunk_size=chunk_size), whole)
 
 
@@ -217,7 +217,7 @@ def test_labels_are_the_same_in_all_passes(monkeypatch, observed, numbered):
             )
 
     whole = gram()
-    monkeypatch.setattr("lightning_taskinfo.fisher.api.BLOCK", 0)
+    monkeypatch.setattr("lightning_taskinfo.fisher.accumulators.ROOM", 0)
     torch.testing.assert_close(gram(), whole)
 
 
@@ -348,10 +348,11 @@ def test_bad_models_and_inputs_are_named():
     ):
         fisher_trace(model, inputs, forward_fn=lambda m, x: m(x).mean(0, keepdim=True))
     with pytest.raises(
-        ValueError, match="`labels` must be 'empirical' or 'sampled' for a Gram matrix"
+        ValueError,
+        match=r"`labels` must be 'empirical' or 'sampled', and .* for a Gram matrix .* got 'exact'",
     ):
         gradient_gram(model, inputs, labels="exact")
-    with pytest.raises(ValueError, match=r"`mc_samples` must be 1 for a Gram matrix .* got 2"):
+    with pytest.raises(ValueError, match=r"`mc_samples` must be 1 for a Gram matrix .* and 2"):
         gradient_gram(model, inputs, labels="sampled", mc_samples=2)
     with pytest.raises(
         ValueError, match="`model` must return outputs that depend on its trainable parameters"
