@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import get_args
 
 import lightning_taskinfo
-from lightning_taskinfo.callbacks import Probe
 from lightning_taskinfo.fisher import fisher_trace
 from tests.test_docs import load
 
@@ -84,10 +83,6 @@ def test_all_have_docstrings_of_their_own_that_name_every_argument_and_no_other(
         refers = SAME.search(thing.__doc__)
         if refers:
             named |= documented(fisher_trace.__doc__)
-        if (
-            "probe" in named
-        ):  # the arguments of every probe, which a class may take over as they are
-            named |= documented(Probe.__doc__)
         assert taken <= named, name
         if inspect.isfunction(thing) and not refers:  # classes tell of attributes too
             assert named <= taken, name

@@ -270,6 +270,7 @@ class InformationInWeights(CenteredProbe):
         self.num_samples = num_samples
         self._chosen: int | None = None  # of AUTO_STDS, at the last measurement
         self._direction = 1  # to the neighbour that is tried next
+        self._tries = True  # whether one was tried at the last measurement
         self._noises = Noises(self.seed)
         self._distrusted = False
 
@@ -277,6 +278,7 @@ class InformationInWeights(CenteredProbe):
         super()._forget()
         self._chosen = None
         self._direction = 1
+        self._tries = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -384,7 +386,8 @@ class InformationInWeights(CenteredProbe):
         if self._chosen is None:
             return [*AUTO_STDS]
         candidates = [AUTO_STDS[self._chosen]]
-        if len(self.history) % 2 == 0:
+        self._tries = not self._tries
+        if self._tries:
             if self._chosen == (len(AUTO_STDS) - 1 if self._direction > 0 else 0):
                 self._direction = -self._direction
             candidates.append(AUTO_STDS[self._chosen + self._direction])
@@ -420,6 +423,7 @@ class InformationInWeights(CenteredProbe):
             **super().state_dict(),
             "chosen": self._chosen,
             "direction": self._direction,
+            "tries": self._tries,
             "prior": (self.prior_std, self.beta),
         }
 
@@ -427,6 +431,7 @@ class InformationInWeights(CenteredProbe):
         super().load_state_dict(state_dict)
         self._chosen = state_dict["chosen"]
         self._direction = state_dict["direction"]
+        self._tries = state_dict["tries"]
         before = tuple(state_dict["prior"])
         now = (self.prior_std, self.beta)
         if before != now:

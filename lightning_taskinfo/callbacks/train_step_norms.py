@@ -393,7 +393,7 @@ class TrainStepNorms(Probe):
         if self._follow:
             self._numbers = self._numbers_of(size)
         losses = StepLosses(loss, size, targets)
-        self._losses = losses.later()
+        self._losses: Any = losses.later()
         is_logged = (self._last_step + 1) % self._logged_every == 0  # after this step
         is_turn = self.norms and (is_logged or self._ranks_norms)
         if is_turn or (self.norms and self._first_step):
@@ -510,7 +510,7 @@ class TrainStepNorms(Probe):
             self._log_rows("suspicious_samples", samples.top(LISTED), plot)
 
     def teardown(self, trainer: Trainer, *_: Any, **stage: Any) -> None:
-        self._recorder = self._trainer = self._drawn = None
+        self._recorder = self._trainer = self._drawn = self._losses = None
         vars(trainer.strategy).pop("process_dataloader", None)
         for loader in self._noting:
             if isinstance(loader.batch_sampler, NotingSampler):

@@ -426,7 +426,7 @@ def _backpack_covers(
         if isinstance(layer, nn.Linear) and axes != 2:  # on sequences
             return False
     owned = [p for _, layer in layers for p in layer.parameters()]
-    tied = len({*owned}) < len(owned)
+    tied = len({*owned}) < len(owned) or len({layer for _, layer in layers}) < len(layers)
     return not tied and all(p.requires_grad for p in owned)
 
 

@@ -42,6 +42,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_taskinfo._batches import with_targets
@@ -395,8 +396,10 @@ class Measurement:
         """
         if self.looked or (plan is not None and plan.seen):
             return False
-        first = self._outputs(_first(inputs), 1) if self.first is None else self.first
-        turned = self._outputs(take(inputs, _turned), len(outputs))
+        # With gradients on, as hooks inside of a network need it, but nothing kept for a backward pass.
+        with saved_tensors_hooks(_forgotten, _forgotten):
+            first = self._outputs(_first(inputs), 1) if self.first is None else self.first
+            turned = self._outputs(take(inputs, _turned), len(outputs))
         self.looked = True
         mixes = _differ(first, outputs[:1]) or _differ(turned, _turned(outputs))
         if not mixes:
@@ -497,6 +500,11 @@ def check_parameters(parameters: dict[str, nn.Parameter]) -> None:
             raise ValueError(
                 f"`model` must have real parameters where it is trained, got complex {name!r}."
             )
+
+
+def _forgotten(saved: Any) -> Any:
+    """Keep nothing of what an operation saves."""
+    return None
 
 
 def _first(inputs: Any) -> Any:

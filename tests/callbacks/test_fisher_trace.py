@@ -99,7 +99,58 @@ def test_layers_can_be_left_out(tmp_path):
         "step",
         "fisher_trace",
         "fisher_trace_standard_error",
+        "sgd_temperature",
     }
+
+
+def test_the_temperature_is_the_rate_that_the_step_used(tmp_path):
+    class Decaying(Classifier):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), 0.8)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
+
+    callback = FisherTrace(every_n_steps=1)
+    fit(tmp_path, callback, model=Decaying, max_epochs=1)
+    assert [row["sgd_temperature"] for row in callback.history] == pytest.approx(
+        [0.1, 0.05, 0.025, 0.0125]
+    )
+    callback = FisherTrace(every_n_steps=1)
+    fit(tmp_path, callback, model=Decaying, max_epochs=1, accumulate_grad_batches=2)
+    assert callback.history[0]["sgd_temperature"] == pytest.approx(0.05)
+
+
+def test_the_temperature_is_that_of_the_batch_of_every_measurement(tmp_path):
+    class Constant(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.6)
+
+    class Manual(Constant):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for _ in range(2):
+                self.optimizers().zero_grad()
+                super().training_step(batch, batch_idx).backward()
+                self.optimizers().step()
+
+    def run(model=Constant, **schedule):
+        callback, loader = (
+            FisherTrace(**schedule),
+            DataLoader(digits(), batch_size=12),
+        )  # 12, 12 and 8
+        fit(tmp_path, callback, loader=loader, model=model)
+        return {row["step"]: row["sgd_temperature"] for row in callback.history}
+
+    assert run(every_n_steps=2) == pytest.approx({2: 0.05, 4: 0.05, 6: 0.075})
+    assert run(every_n_epochs=1) == pytest.approx({3: 0.075, 6: 0.075})
+    assert run(data="train") == pytest.approx({6: 0.075}), (
+        "at the end of training, wherever that is"
+    )
+    assert run(Manual, every_n_steps=5) == pytest.approx({6: 0.075, 10: 0.05}), "two steps a batch"
 
 
 def test_batches_that_are_not_measured_are_not_looked_into(tmp_path):
@@ -112,7 +163,9 @@ def test_batches_that_are_not_measured_are_not_looked_into(tmp_path):
     callback = FisherTrace(every_n_steps=4, batch_fn=batch_fn)
     fit(tmp_path, callback)
     assert [row["step"] for row in callback.history] == [4, 8]
-    assert len(looked) == 2 + 2, "the first batch is checked and compared"
+    assert len(looked) == 2 + 2 * 2, (
+        "the first batch is checked and compared; then size and samples"
+    )
 
 
 def test_plot(tmp_path):

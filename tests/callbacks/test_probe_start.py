@@ -36,6 +36,7 @@ def test_it_is_that_of_the_untrained_weights(tmp_path):
     expected = fisher_trace(model.eval(), digits().tensors[0], labels="exact").item()
     fit(tmp_path, callback, model=model.train())
     assert callback.history[0]["fisher_trace"] == pytest.approx(expected)
+    assert callback.history[0]["sgd_temperature"] == pytest.approx(0.05 / 8)
 
 
 def test_a_training_that_goes_on_has_no_start(tmp_path):

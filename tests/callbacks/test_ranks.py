@@ -128,7 +128,7 @@ def test_the_batches_of_two_processes_are_one_batch(tmp_path):
     )
     assert [(row["first"], row["total"]) for row in first[0]] == [(0.0, 9.0)]
     assert [(row["first"], row["total"]) for row in second[0]] == [(5.0, 9.0)]
-    for name in ("fisher_trace", "fisher_trace_standard_error"):
+    for name in ("fisher_trace", "fisher_trace_standard_error", "sgd_temperature"):
         assert [row[name] for row in first[0]] == [row[name] for row in second[0]]
     close(first[1], second[1])
     x, y = digits(24).tensors

@@ -505,3 +505,15 @@ def test_factors_of_several_processes_are_those_of_all_samples(name):
         expected = torch.linalg.eigvalsh(dense(factors))
         eigenvalues = found.eigen()[0].flatten().sort().values
         torch.testing.assert_close(eigenvalues, expected, atol=1e-10, rtol=1e-6)
+
+
+def test_an_activation_that_is_used_twice_takes_our_own_factors():
+    torch.manual_seed(0)
+    relu = nn.ReLU()
+    twice = nn.Sequential(nn.Linear(3, 4), relu, nn.Linear(4, 4), relu, nn.Linear(4, 2))
+    apart = nn.Sequential(*twice[:3], nn.ReLU(), twice[4])
+    x, y = torch.randn(5, 3), torch.arange(5) % 2
+    options = {"labels": "empirical"}
+    found = kronecker_factors(twice, x, y, **options)
+    for name, factors in kronecker_factors(apart, x, y, **options).items():
+        torch.testing.assert_close(found[name].trace(), factors.trace())
