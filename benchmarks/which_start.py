@@ -149,7 +149,8 @@ from lightning_taskinfo.functional.readout import (
     sharpened_brier,
     stratified_folds,
 )
-from lightning_taskinfo.tasks import embedding_distances
+from lightning_taskinfo.functional.task_embedding import embedding_distance
+from lightning_taskinfo.tasks import TaskEmbedding, embedding_distances
 from lightning_taskinfo.tasks.ready import fit_linear_head, reference_network, small_trunk
 from lightning_taskinfo.transfer import small_cnn
 from lightning_taskinfo.transfer.rank import WIDER
@@ -583,6 +584,13 @@ def distances(bench: Bench) -> dict[str, Any]:
     } | {"seconds": seconds}
 
 
+def complexity(found: Sequence[TaskEmbedding]) -> Tensor:
+    """Each task's distance from a trivial one, as a column: Task2Vec favours complex sources by a share of it."""
+    vectors = torch.stack([one.vector for one in found])
+    trivial = vectors.mean(1).log().mean().exp()
+    return embedding_distance(vectors + trivial, trivial.expand_as(vectors))[:, None]
+
+
 def embeddings(bench: Bench) -> dict[str, Any]:
     """Task2Vec's asymmetric distances, with 200 labels of each task."""
     begin = time.perf_counter()
@@ -594,7 +602,7 @@ def embeddings(bench: Bench) -> dict[str, Any]:
         found.append(
             embedder.embed((0.5 * images.x.mean(1, keepdim=True) + 0.5, images.y), name=name)
         )
-    matrix = embedding_distances(found, alpha=0.15)
+    matrix = embedding_distances(found) - 0.15 * complexity(found)
     return {"names": [one.name for one in found], "mean": matrix.tolist()} | {
         "seconds": (time.perf_counter() - begin) / len(found)
     }

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, TypeAlias
 
-from lightning_taskinfo._wandb import log_once
+from lightning_taskinfo._wandb import Rows, log_once
 
 Cells: TypeAlias = tuple[list[str], list[list[str]]]
 
@@ -48,14 +48,12 @@ class Logged(Tabled):
     """A result that also draws itself, and can be logged to W&B."""
 
     plot: Any
+    _scalars: Any  # the numbers to compare W&B runs by
+    log_key: str  # what the names in a W&B run begin with, before the name of the task
 
-    def _log_key(self) -> str:
-        """Return what the names in a W&B run share."""
-        raise NotImplementedError
-
-    def _scalars(self) -> dict[str, float]:
-        """Return the numbers to compare W&B runs by."""
-        raise NotImplementedError
+    def table(self) -> Rows:
+        """Return column names and rows, as they are logged."""
+        return self._cells()
 
     def log(self, run: Any) -> None:
         """Log the figure as an image, the table, and the main numbers to a W&B run.
@@ -64,8 +62,9 @@ class Logged(Tabled):
             run: What ``wandb.init()`` returned, or a WandbLogger's ``experiment``.
         """
         figures = {"figure": self.plot()[0]}
-        tables = {"table": self._cells()}
-        log_once(run, self._log_key(), scalars=self._scalars(), figures=figures, tables=tables)
+        tables = {"table": self.table()}
+        key = f"{self.log_key}/{getattr(self, 'name', '')}".rstrip("/")
+        log_once(run, key, scalars=self._scalars(), figures=figures, tables=tables)
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

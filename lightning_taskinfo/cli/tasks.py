@@ -39,7 +39,7 @@ from lightning_taskinfo.tasks import (
     trunk_of,
 )
 from lightning_taskinfo.tasks.deep_linear import Mode
-from lightning_taskinfo.tasks.embedding import ALPHA, embedding_rows
+from lightning_taskinfo.tasks.embedding import embedding_rows
 
 TWO = ("digits", "digits:random-labels")
 COLUMNS = {  # of the table of embeddings, and their format
@@ -183,7 +183,6 @@ def embed(
     model: Network | None = None,
     checkpoint: Path | None = None,
     folder: Path = Path("embeddings"),
-    alpha: float = ALPHA,
     **options: Any,
 ) -> str:
     """Embed tasks by the Fisher information of a network, draw them on a map, and name the nearest source of each.
@@ -203,7 +202,6 @@ def embed(
         checkpoint: Its weights. Those kept in it are the defaults of the model's arguments.
         folder: Folder of the results: embeddings.json, a file task_<name>.json with the embedding of
             each task, and task_map.png.
-        alpha: How much the complexity of a source speaks for it; 0 for the symmetric distance.
         **options: Arguments of :class:`lightning_taskinfo.Task2Vec`.
 
     Returns:
@@ -222,7 +220,7 @@ def embed(
     with shown(True, "embed", len(loaded)) as tell:
         turns = counted(list(loaded), len(loaded), tell, "tasks")
         embeddings = [embedder.embed(name=name, **loaded[name]) for name in turns]
-    rows = embedding_rows(embeddings, alpha=alpha)
+    rows = embedding_rows(embeddings)
     make_folder(folder)
     for embedding in embeddings:
         name = re.sub(r"[^A-Za-z0-9.+-]", "_", embedding.name)
@@ -230,10 +228,8 @@ def embed(
     numbers = {
         "network": embedder.fingerprint,
         "labels": embedder.labels,
-        "alpha": alpha,
         "tasks": rows,
-        "symmetric_distances": embedding_distances(embeddings).tolist(),
-        "distances_from_row_to_column": embedding_distances(embeddings, alpha=alpha).tolist(),
+        "distances": embedding_distances(embeddings).tolist(),
     }
     write_json(folder / "embeddings.json", numbers)
     draw(folder / "task_map.png", plot_task_map(embeddings))

@@ -2,7 +2,7 @@
 
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -90,17 +90,12 @@ def _digits(size: int) -> tuple[Images, Labels]:
     return images.reshape(-1, 1, size, size), labels.astype(np.int64)
 
 
-class Jitter(NamedTuple):
-    """How far one drawing of a letter may differ from the next; lengths are shares of the image's side."""
-
-    rotation: float = 12.0  # largest turn to either side, in degrees
-    scale: tuple[float, float] = (0.6, 0.85)  # of the longer of height and width
-    shift: float = 0.07  # largest one along either axis
-    stroke: tuple[float, float] = (-0.01, 0.05)  # change of its width; below zero it gets thinner
-    noise: float = 0.05  # standard deviation of grey values, where black is 0 and white is 1
-
-
-JITTER = Jitter()
+# How far one drawing of a letter may differ from the next; lengths are shares of the image's side.
+ROTATION = 12.0  # largest turn to either side, in degrees
+SCALE = (0.6, 0.85)  # of the longer of height and width
+SHIFT = 0.07  # largest one along either axis
+STROKE = (-0.01, 0.05)  # change of its width; below zero it gets thinner
+NOISE = 0.05  # standard deviation of grey values, where black is 0 and white is 1
 
 
 def load_letters(*, size: int = 28, seed: int = 0) -> ArrayData:
@@ -143,11 +138,11 @@ def _draw(
     outlines = [[_outline(face, letter) for letter in LETTERS] for face in faces]
     labels = rng.permutation(np.arange(count) % len(LETTERS))
     chosen = rng.integers(len(faces), size=count)
-    angle = rng.uniform(-JITTER.rotation, JITTER.rotation, count)
-    scale = size * rng.uniform(*JITTER.scale, count)
-    shift = rng.uniform(-JITTER.shift, JITTER.shift, (count, 2))
+    angle = rng.uniform(-ROTATION, ROTATION, count)
+    scale = size * rng.uniform(*SCALE, count)
+    shift = rng.uniform(-SHIFT, SHIFT, (count, 2))
     centre = size * (0.5 + shift)
-    stroke = size * rng.uniform(*JITTER.stroke, count)
+    stroke = size * rng.uniform(*STROKE, count)
     # At 72 dpi a point, the unit of line widths, is a pixel.
     renderer = RendererAgg(size, size, 72)
     drawn = []
@@ -156,7 +151,7 @@ def _draw(
         to_pixels = Affine2D().rotate_deg(angle[i]).scale(scale[i]).translate(*centre[i])
         drawn.append(_rendered(renderer, outline, to_pixels, stroke[i]))
     images = np.stack(drawn)  # [N, H, W]
-    noisy = images + rng.normal(scale=255 * JITTER.noise, size=images.shape)
+    noisy = images + rng.normal(scale=255 * NOISE, size=images.shape)
     whole = noisy.round().clip(0, 255).astype(np.uint8)
     return whole[:, None], labels
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_taskinfo._ranges import check_not_negative, check_values
-
 
 def embedding_distance(
     a: Tensor,
@@ -51,54 +49,6 @@ def embedding_distance(
     u = u / u.norm(dim=-1, keepdim=True)
     v = v / v.norm(dim=-1, keepdim=True)
     return 0.5 * (u - v).square().sum(-1)
-
-
-def asymmetric_embedding_distance(
-    source: Tensor,
-    target: Tensor,
-    *,
-    trivial: Tensor | float,
-    alpha: float = 0.15,
-) -> Tensor:
-    r"""Distance from a source task to a target task that favours complex sources.
-
-    .. math:: d(a \to b) = d(a, b) - \alpha\, d(F_a + \varepsilon, \varepsilon)
-
-    The distance to the trivial task, whose Fisher information is zero, stands for the complexity of
-    the source: a network that learned a complex task is often the better start. As in the paper's
-    estimator every weight has a little information :math:`\varepsilon` from the prior, so that the
-    trivial embedding is constant. Improperly called a
-    distance: it is not symmetric and can be negative. The cosine does not see a part of :math:`F_a`
-    that is the same in all filters.
-
-    Args:
-        source: Embeddings of sources, shape ``[..., D]``.
-        target: Embeddings of targets, broadcastable with ``source``.
-        trivial: :math:`\varepsilon`, positive, in the units of the embeddings; such as their mean
-            entry.
-        alpha: How much complexity counts; 0.15 is the paper's choice for a ResNet-34.
-
-    Returns:
-        The distances, shape ``[...]``.
-
-    Raises:
-        ValueError: If ``trivial`` is not positive or ``alpha`` is negative.
-
-    Example:
-        >>> flat, uneven = torch.ones(2), torch.tensor([0.0, 2.0])
-        >>> asymmetric_embedding_distance(flat, uneven, trivial=1.0) > 0.1
-        tensor(True)
-        >>> asymmetric_embedding_distance(uneven, uneven, trivial=1.0, alpha=1.0)
-        tensor(-0.1318)
-
-    References:
-        Achille et al., *Task2Vec*, ICCV 2019, section 3.2.
-    """
-    trivial = torch.as_tensor(trivial, dtype=source.dtype, device=source.device)
-    check_values("positive", trivial=trivial)
-    check_not_negative(alpha=alpha)
-    complexity = embedding_distance(source + trivial, trivial.expand_as(source))
-    return embedding_distance(source, target) - alpha * complexity
 
 
 def classical_scaling(distances: Tensor) -> tuple[Tensor, Tensor]:

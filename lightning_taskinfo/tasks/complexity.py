@@ -74,6 +74,7 @@ class StructureFunction(Logged):
         name: What to call the task.
     """
 
+    log_key = "structure_function"
     betas: tuple[float, ...]
     kl: tuple[float, ...]
     loss: tuple[float, ...]
@@ -201,9 +202,6 @@ class StructureFunction(Logged):
     def plot(self) -> tuple["Figure", tuple["Axes", "Axes"]]:
         """Draw loss against β and the structure function, see ``plot_structure_functions``."""
         return plot_structure_functions([self])
-
-    def _log_key(self) -> str:
-        return f"structure_function/{self.name}".rstrip("/")
 
     def _scalars(self) -> dict[str, float]:
         scalars = {"prior_loss": self.prior_loss, "complexity": self.complexity(1.0).value}

@@ -68,6 +68,7 @@ class DistanceMatrix(Logged):
         information: :math:`\mathrm{KL}(Q_1\|P)` of each task alone, shape ``[S, K]``.
     """
 
+    log_key = "task_distance"
     names: tuple[str, ...]
     beta: float
     samples: tuple[int, ...]
@@ -127,9 +128,6 @@ class DistanceMatrix(Logged):
         tasks = ", ".join(self.unfinished())
         remark = f"Not to be trusted: {tasks} should be at distance 0 from itself; set more `training.pretrain_steps`."
         return [remark] if tasks else []
-
-    def _log_key(self) -> str:
-        return "task_distance"
 
     def _scalars(self) -> dict[str, float]:
         pairs = product(range(len(self.names)), repeat=2)

@@ -10,13 +10,10 @@ from torch import Tensor
 
 from lightning_taskinfo._tables import Cells, Logged
 from lightning_taskinfo.functional.task_embedding import (
-    asymmetric_embedding_distance,
     classical_scaling,
     embedding_distance,
 )
 from lightning_taskinfo.plotting import Drawn, Given, figure_and_axes, plot_bars
-
-ALPHA = 0.15
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +39,7 @@ class TaskEmbedding(Logged):
         7.0
     """
 
+    log_key = "task2vec"
     name: str
     vector: Tensor
     layers: tuple[str, ...]
@@ -89,9 +87,6 @@ class TaskEmbedding(Logged):
         """
         return plot_bars(self.layer_norms, xlabel=f"norm of the embedding of {self.name}", ax=ax)
 
-    def _log_key(self) -> str:
-        return f"task2vec/{self.name}"
-
     def _scalars(self) -> dict[str, float]:
         return {"norm": self.norm, "test_error": self.test_error}
 
@@ -100,16 +95,11 @@ class TaskEmbedding(Logged):
         return {**vars(self), "vector": self.vector.tolist()}
 
 
-def embedding_distances(embeddings: Sequence[TaskEmbedding], *, alpha: float = 0.0) -> Tensor:
-    r"""Distances between all tasks, from the one of the row to the one of the column, shape ``[K, K]``.
+def embedding_distances(embeddings: Sequence[TaskEmbedding]) -> Tensor:
+    r"""Symmetric distances between all tasks, shape ``[K, K]``.
 
     Args:
         embeddings: Of one network.
-        alpha: How much the complexity of the source counts: 0, for a symmetric matrix of distances,
-            unless told otherwise. 0.15 prefers complex sources a little. See
-            :func:`~lightning_taskinfo.functional.task_embedding.asymmetric_embedding_distance`;
-            the trivial task's Fisher information is the geometric mean of the embeddings' mean
-            entries, so that their common scale does not matter.
 
     Raises:
         ValueError: If there is no embedding, one is zero, or they are not of one network.
@@ -131,11 +121,7 @@ def embedding_distances(embeddings: Sequence[TaskEmbedding], *, alpha: float = 0
     if empty:
         raise ValueError(f"`embeddings` must not be zero, which has no direction, got {empty}.")
     vectors = torch.stack([embedding.vector for embedding in embeddings])  # [K, F]
-    sources, targets = vectors[:, None], vectors[None]
-    if not alpha:
-        return embedding_distance(sources, targets)
-    trivial = vectors.mean(1).log().mean().exp().item()
-    return asymmetric_embedding_distance(sources, targets, trivial=trivial, alpha=alpha)
+    return embedding_distance(vectors[:, None], vectors[None])
 
 
 def plot_task_map(
@@ -173,24 +159,20 @@ def plot_task_map(
     return fig, ax
 
 
-def embedding_rows(
-    embeddings: Sequence[TaskEmbedding], *, alpha: float = ALPHA
-) -> list[dict[str, Any]]:
+def embedding_rows(embeddings: Sequence[TaskEmbedding]) -> list[dict[str, Any]]:
     """Return one row per task: size, norm, test error, and the nearest source among the others.
 
     Distances of tasks are a heuristic for transfer, not a prediction: a near task can still hurt.
 
     Args:
         embeddings: Of one network.
-        alpha: How much the complexity of a source speaks for it, see :func:`embedding_distances`.
     """
-    distances = embedding_distances(embeddings, alpha=alpha).fill_diagonal_(math.inf)
+    distances = embedding_distances(embeddings).fill_diagonal_(math.inf)
     rows = []
-    for embedding, from_each in zip(embeddings, distances.T, strict=True):
+    for embedding, from_each in zip(embeddings, distances, strict=True):
         row: dict[str, Any] = {
             "task": embedding.name,
             "classes": embedding.num_classes,
-            "samples": embedding.samples,
             "norm": embedding.norm,
             "test_error": embedding.test_error,
         }

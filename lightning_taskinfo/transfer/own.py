@@ -137,8 +137,9 @@ class Own(Recipe):
             if found is not None and not found.is_floating_point():
                 unknown = found == IGNORED
                 if unknown.all() or (self.certify and unknown.any()):
-                    rule = "labels, and one for each sample with `certify`"
-                    raise ValueError(f"`data` must have {rule}, got {IGNORED}.")
+                    raise ValueError(
+                        f"`data` must have labels, and one for each sample with `certify`, got {IGNORED}."
+                    )
                 for start in {start.make: start for start in self.starts.values()}.values():
                     self._check_range(found, start.module(0))
             elif self.certify:

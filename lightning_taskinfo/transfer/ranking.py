@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo._files import StrPath, read_json, write_json
-from lightning_taskinfo._tables import Cells, Tabled
-from lightning_taskinfo._wandb import log_once
+from lightning_taskinfo._tables import Cells, Logged
 from lightning_taskinfo.transfer.overlap import shown_count
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class RankedStart:
 
 
 @dataclass(frozen=True)
-class StartRanking(Tabled):
+class StartRanking(Logged):
     """Starts in the order in which to try them.
 
     Attributes:
@@ -98,6 +97,7 @@ class StartRanking(Tabled):
         scratch: Name of the untrained start, if there is one.
     """
 
+    log_key = "rank_starts"
     starts: tuple[RankedStart, ...]
     tied: tuple[str, ...]
     samples: int
@@ -214,15 +214,8 @@ class StartRanking(Tabled):
         what = f"held-out error of a linear read-out, {self.samples} labels"
         return plot_intervals(names, low, errors, high, xlabel=what, ax=ax)
 
-    def log(self, run: Any) -> None:
-        """Log the figure as an image, the table, and the errors as scalars to a W&B run.
-
-        Args:
-            run: What ``wandb.init()`` returned, or a WandbLogger's ``experiment``.
-        """
-        scalars = {f"error/{start.name}": start.error for start in self.starts}
-        figures, tables = {"figure": self.plot()[0]}, {"table": self.table()}
-        log_once(run, "rank_starts", scalars=scalars, figures=figures, tables=tables)
+    def _scalars(self) -> dict[str, float]:
+        return {f"error/{start.name}": start.error for start in self.starts}
 
 
 def _columns(start: RankedStart) -> dict[str, Any]:

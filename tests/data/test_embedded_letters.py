@@ -9,15 +9,16 @@ from matplotlib.ft2font import FT2Font
 from sklearn.neighbors import KNeighborsClassifier
 
 from lightning_taskinfo.data import embedded, load_letters
-from lightning_taskinfo.data.embedded import LETTERS, TEST_FACES, TRAIN_FACES, Jitter
+from lightning_taskinfo.data.embedded import LETTERS, TEST_FACES, TRAIN_FACES
 
-STILL = Jitter(rotation=0, scale=(0.7, 0.7), shift=0, stroke=(0, 0), noise=0)
+STILL = {"rotation": 0, "scale": (0.7, 0.7), "shift": 0, "stroke": (0, 0), "noise": 0}
 
 
-def drawn(jitter=embedded.JITTER, *, train_size, test_size, **options):
+def drawn(jitter=None, *, train_size, test_size, **options):
     """Fewer letters, drawn in another way."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedded, "JITTER", jitter)
+        for name, value in (jitter or {}).items():
+            patch.setattr(embedded, name.upper(), value)
         patch.setattr(embedded, "COUNTS", (train_size, test_size))
         return load_letters(**options)
 
@@ -93,13 +94,19 @@ def test_stands_upright_and_reads_from_left_to_right():
 
 @pytest.mark.parametrize(("stroke", "sign"), [(0.04, 1), (-0.02, -1)])
 def test_stroke_thickens_and_thins(stroke, sign):
-    jitter = Jitter(rotation=0, scale=(0.7, 0.7), shift=0, stroke=(stroke, stroke), noise=0)
+    jitter = {
+        "rotation": 0,
+        "scale": (0.7, 0.7),
+        "shift": 0,
+        "stroke": (stroke, stroke),
+        "noise": 0,
+    }
     grey = [drawn(j, train_size=100, test_size=10).x_train.astype(float) for j in (STILL, jitter)]
     assert (sign * (grey[1] - grey[0]).sum((1, 2, 3)) > 0).all()
 
 
 def test_noise_has_the_given_standard_deviation():
-    jitter = Jitter(rotation=0, scale=(0.7, 0.7), shift=0, stroke=(0, 0), noise=0.05)
+    jitter = {"rotation": 0, "scale": (0.7, 0.7), "shift": 0, "stroke": (0, 0), "noise": 0.05}
     quiet, noisy = (
         drawn(j, train_size=100, test_size=10).x_train.astype(float) for j in (STILL, jitter)
     )
@@ -109,14 +116,14 @@ def test_noise_has_the_given_standard_deviation():
 
 
 def test_rotation_and_shift_stay_within_their_bounds():
-    shifted = Jitter(rotation=0, scale=(0.5, 0.5), shift=0.1, stroke=(0, 0), noise=0)
+    shifted = {"rotation": 0, "scale": (0.5, 0.5), "shift": 0.1, "stroke": (0, 0), "noise": 0}
     centres = np.array(
         [moments(image)[1] for image in drawn(shifted, train_size=300, test_size=10).x_train]
     )
     assert np.abs(centres - 13.5).max() < 2.8 + 1  # 0.1 · 28, and a pixel covered in part
     assert (centres.min(0) < 11.5).all()
     assert (centres.max(0) > 15.5).all()
-    turned = Jitter(rotation=90, scale=(0.5, 0.5), shift=0, stroke=(0, 0), noise=0)
+    turned = {"rotation": 90, "scale": (0.5, 0.5), "shift": 0, "stroke": (0, 0), "noise": 0}
     data = drawn(turned, train_size=300, test_size=10)
     heights, widths = np.array(
         [moments(x)[2] for x in data.x_train[data.y_train == LETTERS.index("I")]]

@@ -1,13 +1,10 @@
 """Distances of embeddings against scipy, and the properties they must have; scaling against points in a plane."""
 
-import math
-
 import pytest
 import torch
 from scipy.spatial.distance import cosine, pdist, squareform
 
 from lightning_taskinfo.functional.task_embedding import (
-    asymmetric_embedding_distance,
     classical_scaling,
     embedding_distance,
 )
@@ -58,44 +55,6 @@ def test_filters_without_information_do_not_count(embeddings):
 
 def test_is_not_estimable_for_an_embedding_without_direction(embeddings):
     assert embedding_distance(torch.zeros_like(embeddings[0]), embeddings[0]).isnan()
-
-
-def test_the_asymmetric_distance_is_the_formula(embeddings):
-    a, b = embeddings[:2]
-    trivial = torch.full_like(a, 0.7)
-    expected = reference(a, b) - 0.4 * reference(a + trivial, trivial)
-    found = asymmetric_embedding_distance(a, b, trivial=0.7, alpha=0.4)
-    assert found.item() == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_correction_belongs_to_the_source_and_grows_with_its_information(embeddings):
-    small, large = 1e-3 * embeddings[0], embeddings[0]
-    gains = [
-        (
-            embedding_distance(e, embeddings[1])
-            - asymmetric_embedding_distance(e, embeddings[1], trivial=1.0)
-        ).item()
-        for e in (small, large)
-    ]
-    assert 0 < gains[0] < gains[1]
-    both = asymmetric_embedding_distance(
-        embeddings[:, None], embeddings[None], trivial=1.0, alpha=1.0
-    )
-    rows = embedding_distance(embeddings[:, None], embeddings[None]) - both
-    torch.testing.assert_close(rows, rows[:, :1].expand_as(rows))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"trivial": 0.0}, "`trivial` must be positive, got 0.0"),
-        ({"trivial": math.nan}, "`trivial` must be positive, got nan"),
-        ({"trivial": 1.0, "alpha": -0.5}, "`alpha` must be non-negative and finite, got -0.5"),
-    ],
-)
-def test_refuses_what_is_outside_the_domain(embeddings, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        asymmetric_embedding_distance(embeddings[0], embeddings[1], **arguments)
 
 
 def test_scaling_finds_points_again():

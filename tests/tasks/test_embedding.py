@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 from torch import Generator
 
 from lightning_taskinfo.functional.task_embedding import (
-    asymmetric_embedding_distance,
     classical_scaling,
     embedding_distance,
 )
@@ -47,26 +46,16 @@ def test_the_norm_is_the_sum_of_the_layers():
 
 def test_distances_are_those_of_all_pairs(tasks):
     symmetric = embedding_distances(tasks)
-    corrected = embedding_distances(tasks, alpha=0.5)
-    means = [e.vector.mean().log().item() for e in tasks]
-    trivial = math.exp(sum(means) / len(means))  # their geometric mean
     for i, source in enumerate(tasks):
         for j, target in enumerate(tasks):
             assert symmetric[i, j] == embedding_distance(source.vector, target.vector)
-            expected = asymmetric_embedding_distance(
-                source.vector, target.vector, trivial=trivial, alpha=0.5
-            )
-            torch.testing.assert_close(corrected[i, j], expected)
     assert torch.equal(symmetric, symmetric.T)
     assert torch.equal(symmetric.diagonal(), torch.zeros(4, dtype=torch.float64))
 
 
 def test_a_common_scale_changes_no_distance(tasks):
     scaled = [make(e.name, 1e-6 * e.vector) for e in tasks]
-    for alpha in (0.0, 0.5):
-        torch.testing.assert_close(
-            embedding_distances(scaled, alpha=alpha), embedding_distances(tasks, alpha=alpha)
-        )
+    torch.testing.assert_close(embedding_distances(scaled), embedding_distances(tasks))
 
 
 def test_distances_need_one_network(tasks):
@@ -91,30 +80,15 @@ def test_a_single_task_is_a_map_too():
     assert len(plot_task_map([make("a", [1.0, 2.0])])[1].collections) == 1
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.15])
-def test_an_embedding_of_zeros_has_no_distance(tasks, alpha):
+def test_an_embedding_of_zeros_has_no_distance(tasks):
     nothing = make("nothing", torch.zeros_like(tasks[0].vector).tolist())
     with pytest.raises(ValueError, match=r"`embeddings` must not be zero.*got \['nothing'\]"):
-        embedding_distances([*tasks, nothing], alpha=alpha)
+        embedding_distances([*tasks, nothing])
 
 
 def test_rows_hold_norm_and_nearest_source(tasks):
-    rows = embedding_rows(tasks, alpha=0)
+    rows = embedding_rows(tasks)
     assert [row["task"] for row in rows] == ["a", "b", "near a", "d"]
     assert [rows[0]["norm"], rows[0]["nearest_source"]] == [tasks[0].norm, "near a"]
     assert rows[0]["distance"] == embedding_distance(tasks[2].vector, tasks[0].vector)
     assert "nearest_source" not in embedding_rows(tasks[:1])[0]
-
-
-def test_the_nearest_source_is_the_one_with_the_shortest_way_to_the_task(tasks):
-    """From it, not to it: with a large alpha the source with the most uneven information wins."""
-    far = [row["nearest_source"] for row in embedding_rows(tasks, alpha=100.0)]
-    assert [far[0], far[2], far[3]] == ["b", "b", "b"]
-    for row in embedding_rows(tasks, alpha=0.5):
-        names = [task.name for task in tasks]
-        distances = embedding_distances(tasks, alpha=0.5)[:, names.index(row["task"])]
-        distances[names.index(row["task"])] = math.inf
-        assert (row["nearest_source"], row["distance"]) == (
-            names[distances.argmin()],
-            distances.min(),
-        )
