@@ -109,7 +109,6 @@ class CenteredProbe(Probe):
         stored: Any = self.prior_center
         if isinstance(stored, str):
             stored = read_checkpoint("prior_center", stored).state
-        stored = stored.get("state_dict", stored)  # of a checkpoint's dict
         found = {}
         for name, w in weights.items():
             if name in stored and stored[name].shape == w.shape:
@@ -257,28 +256,30 @@ class InformationInWeights(CenteredProbe):
         check_choice(["diagonal", "kron"], structure=structure)
         self.prior_std = prior_std
         self.beta = beta
-        if not isinstance(prior_center, Mapping):
-            prior_center = os.fspath(prior_center)
-            if prior_center not in ("initial", "zero") and not Path(prior_center).is_file():
+        center: Any = prior_center
+        if isinstance(center, Mapping):
+            center = center.get("state_dict", center)  # of a checkpoint's dict
+            check_finite_tensors("prior_center", center)
+        else:
+            center = os.fspath(center)
+            if center not in ("initial", "zero") and not Path(center).is_file():
                 raise ValueError(
                     "`prior_center` must be 'initial', 'zero', a state dict or the path of a checkpoint, "
-                    f"got {prior_center!r}."
+                    f"got {center!r}."
                 )
-        self.prior_center = prior_center
+        self.prior_center = center
         self.structure = structure
         self.draws = draws
         self.num_samples = num_samples
-        self._chosen: int | None = None  # of AUTO_STDS, at the last measurement
-        self._direction = 1  # to the neighbour that is tried next
-        self._tries = True  # whether one was tried at the last measurement
+        self._forget()
         self._noises = Noises(self.seed)
         self._distrusted = False
 
     def _forget(self) -> None:
         super()._forget()
-        self._chosen = None
-        self._direction = 1
-        self._tries = True
+        self._chosen: int | None = None  # of AUTO_STDS, at the last measurement
+        self._direction = 1  # to the neighbour that is tried next
+        self._tries = True  # whether one was tried at the last measurement
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
