@@ -45,7 +45,7 @@ def test_ends_change_sides_with_the_order():
     assert paired_interval(b, a) == pytest.approx((-high, -mean, -low))
 
 
-@pytest.mark.parametrize("n", [40, 100])
+@pytest.mark.parametrize("n", [20, 40, 100])
 def test_paired_interval_of_errors_covers(n):
     """2,000 pairs of dependent errors with a true difference of 0.1."""
     generator = torch.Generator().manual_seed(0)
