@@ -113,9 +113,20 @@ when both levels had been judged. Log-losses are heavy-tailed: on the first thre
 have a probability below 1e-4 with 20 labels, 6, 1 and 0.3 % with 50, 200 and 1,000. The bound of 1e-4, which the third
 look had used, stayed.
 
-EfficientNets were run last, when the rest had been looked at, with the registered recipe (30 steps) and judges. Beside
-the registered count, over all starts, stands one over those of the small network alone, which was not planned apart.
-EfficientNets are not called "helps" or "hurts": their cross-validated fine-tuning was not run.
+The judges that the second change had planned, ten other seeds on up to 3,000 test images, were completed after that,
+and so were the log-losses of the first three targets. With the rule fixed, three targets that had played no part in any
+choice of it were registered as a test: even–odd of USPS, the second half of notMNIST's classes and that of CIFAR-10's,
+with the same starts, numbers of labels, seeds and judges. What is wanted of them is what was wanted before: half of the
+calls confident, and 95 % of these true by the errors of the ten other seeds.
+
+EfficientNets were run last, when the rest had been looked at. With the recipe that had been registered for them, errors
+after full fine-tuning were 65 to 74 % where a linear head had 23 to 56 %. The cause is the evaluation, not the starts:
+the running statistics of their batch norm move by a hundredth in a step, so that after 30 steps changed weights were
+tested with the statistics of ImageNet. In a trial with 50 labels of inverted USPS the error is 60.5 % with moving
+statistics, 11 % with statistics that stay those of ImageNet in training, too, and 31.5 % with a linear head. They were
+run again with statistics that stay, and nothing else changed: this is what is reported. Beside the registered count,
+over all starts, stands one over those of the small network alone, which was not planned apart. EfficientNets are not
+called "helps" or "hurts": their cross-validated fine-tuning was not run.
 
 **P1's claim** that the distance between tasks follows the ease of fine-tuning: weighted τ of ``task_distance``, with
 the same interval over targets.
@@ -164,6 +175,7 @@ NOTHING = "nothing"
 SMALL = (NOTHING, *SOURCES)
 LARGE = tuple(f"efficientnet-lite{k}" for k in range(3))
 TARGETS = ("usps", "notmnist", "cifar10", "letters", "digits", "mnist")
+FRESH = ("usps:even-odd", "notmnist:only-5-6-7-8-9", "cifar10:only-5-6-7-8-9")  # that chose nothing
 LABELS = (20, 50, 200, 1000)
 LARGE_LABELS = (20, 50, 200)
 SEEDS = range(5)
@@ -185,11 +197,12 @@ class Recipe:
     batch: int
     steps: dict[int, int]
     test: int  # images
+    fixed_statistics: bool = False  # of batch norm
 
 
 RECIPES = {
     "small": Recipe(3e-3, 32, STEPS, 1000),
-    "large": Recipe(1e-3, 16, dict.fromkeys(LARGE_LABELS, 30), 300),
+    "large": Recipe(1e-3, 16, dict.fromkeys(LARGE_LABELS, 30), 300, fixed_statistics=True),
 }
 
 
@@ -330,6 +343,9 @@ def train(network: nn.Module, images: Images, recipe: Recipe, steps: int, seed: 
     optimizer = torch.optim.Adam(parameters, lr=recipe.rate, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, total_steps=steps)
     network.train()
+    for module in network.modules():
+        if recipe.fixed_statistics and isinstance(module, nn.BatchNorm2d):
+            module.eval()
     order = torch.empty(0, dtype=torch.long)
     for _ in range(steps):
         if len(order) < min(recipe.batch, len(images.y)):
@@ -628,6 +644,11 @@ def units() -> Iterator[tuple[str, Callable[[Bench], Any]]]:
             yield from cells_of(kind, network, seed)
     for seed in LATER_SEEDS:
         yield from cells_of("later", "small", seed)
+    for kind in ("truth", "frozen", "rival"):
+        for seed in SEEDS:
+            yield from cells_of(kind, "small", seed, FRESH)
+    for seed in LATER_SEEDS:
+        yield from cells_of("later", "small", seed, FRESH)
 
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -639,9 +660,11 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def cells_of(kind: str, network: str, seed: int) -> Iterator[tuple[str, Callable[[Bench], Any]]]:
+def cells_of(
+    kind: str, network: str, seed: int, targets: Sequence[str] = TARGETS
+) -> Iterator[tuple[str, Callable[[Bench], Any]]]:
     for labels in RECIPES[network].steps:
-        for target in TARGETS:
+        for target in targets:
             name = f"{kind} {network} {seed} {labels} {target}"
             yield (
                 name,
@@ -738,6 +761,8 @@ def collected(bench: Bench) -> tuple[dict[Key, dict[str, dict[str, Any]]], list[
 def _between(found: dict[str, Any], start: str, target: str) -> float | None:
     """Distance from a start's task to the target; from nothing, what the target is alone."""
     names = found["names"]
+    if target not in names:
+        return None
     if start == NOTHING and "alone" in found:
         return found["alone"][names.index(target)]
     return found["mean"][names.index(start)][names.index(target)] if start in names else None
@@ -961,7 +986,8 @@ def variance_ratio(
         if len(draws) > 1:
             between[target, labels].append(variance([mean for mean, _ in draws]))
             within[target, labels].append(fmean(d**2 for _, d in draws) / labels)
-    return fmean(fmean(between[place]) / fmean(within[place]) for place in between)
+    ratios = [fmean(between[place]) / fmean(within[place]) for place in between]
+    return fmean(ratios) if ratios else math.nan
 
 
 def calls_table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
@@ -1087,7 +1113,11 @@ def report(bench: Bench, out: Path) -> None:
         "units": sum(1 for _ in units()),
         "seconds": seconds(cells),
     }
-    groups = {"USPS, notMNIST, CIFAR-10": DESIGN, "letters, digits, MNIST": TARGETS[3:]}
+    groups = {
+        "USPS, notMNIST, CIFAR-10": DESIGN,
+        "letters, digits, MNIST": TARGETS[3:],
+        "even–odd of USPS, halves of notMNIST and CIFAR-10": FRESH,
+    }
     called = {
         rule: {
             group: judged_calls(made_calls(cells, rule, names))
