@@ -26,7 +26,7 @@ from lightning_taskinfo.callbacks.source import (
     summed,
 )
 from lightning_taskinfo.fisher.accumulators import TraceSums
-from lightning_taskinfo.fisher.train_step import StepLosses, StepRecorder, losses_of
+from lightning_taskinfo.fisher.train_step import StepLosses, StepNorms, losses_of
 from lightning_taskinfo.plotting import plot_ranking
 
 if TYPE_CHECKING:
@@ -189,11 +189,12 @@ class TrainStepNorms(Probe):
     r"""Find the samples that are learned by heart, from the training step as it is.
 
     Each sample's loss, and the squared norm of its gradient, are read off the training step's own
-    forward and backward pass, with its dropout masks and precision. Both are averaged over the
-    steps in which the sample was trained on. ``callback.samples`` ranks the samples, ``print``
-    shows the first of them, and the loggers get table and figure at the end of training. Samples
-    are numbered as in the training loader's dataset: ``loader.dataset[index]``. The module and its
-    batches stay as they are: the callback notes the numbers that the loader's sampler draws.
+    forward pass, with its dropout masks and precision; norms take one more backward pass over it.
+    Both are averaged over the steps in which the sample was trained on. ``callback.samples`` ranks
+    the samples, ``print`` shows the first of them, and the loggers get table and figure at the end
+    of training. Samples are numbered as in the training loader's dataset:
+    ``loader.dataset[index]``. The module and its batches stay as they are: the callback notes the
+    numbers that the loader's sampler draws.
 
     ``squared_gradient_norm``, the mean over the measured samples of a batch, is logged with its
     standard error and its layers. With the dataset's labels it is the trace of the empirical Fisher
@@ -278,7 +279,7 @@ class TrainStepNorms(Probe):
         self._index_fn = index_fn
         self._sums = SampleSums()
         self._noting: list[Any] = []  # loaders whose samplers note what they draw
-        self._recorder: Any = None
+        self._step_norms: Any = None
 
     @property
     def samples(self) -> SampleScores:
@@ -294,12 +295,12 @@ class TrainStepNorms(Probe):
                 f"{self.state_key} needs automatic optimization, got a module that does its own."
             )
         if self.norms:
-            self._recorder = StepRecorder(pl_module, self.max_samples)
+            self._step_norms = StepNorms(pl_module, self.max_samples)
         self._first_step = True
         self._is_pair = False  # every batch, as the first one has shown
         self._numbers: Any = None  # of the samples, until they are added
         self._problem: str | None = NOT_READ
-        self._listened = self._reads_norms = False
+        self._reads_norms = False
         self._sharded = False  # the module is not called by us
         strategy: Any = trainer.strategy
         process = strategy.process_dataloader
@@ -364,9 +365,7 @@ class TrainStepNorms(Probe):
         self._batch_idx = batch_idx
         self._numbers = None
         self._problem = NOT_READ
-        if self._listened:
-            self._recorder.skip(NOT_READ)
-            self._listened = self._reads_norms = False
+        self._reads_norms = False
 
     def on_before_backward(
         self,
@@ -384,7 +383,7 @@ class TrainStepNorms(Probe):
         self._first_step = False
 
     def _read(self, loss: Tensor) -> None:
-        """Read the losses, and the gradients when they come."""
+        """Read the losses, and gradient norms if it is their turn."""
         pair = self._batch
         if not self._is_pair or type(pair) is not list or len(pair) != 2:
             pair = self.reader.read(None, pair)
@@ -397,7 +396,7 @@ class TrainStepNorms(Probe):
         is_logged = (self._last_step + 1) % self._logged_every == 0  # after this step
         is_turn = self.norms and (is_logged or self._ranks_norms)
         if is_turn or (self.norms and self._first_step):
-            self._listen(losses)
+            self._read_norms(losses)
             self._reads_norms = is_turn
         if self._first_step:
             self._refuse(losses)
@@ -405,8 +404,8 @@ class TrainStepNorms(Probe):
             in_place = isinstance(self._batch, list) and inputs is self._batch[0]
             self._is_pair = in_place and self.reader.batch_fn is None
 
-    def _listen(self, losses: StepLosses) -> None:
-        """Read the backward pass that follows."""
+    def _read_norms(self, losses: StepLosses) -> None:
+        """Read the norms of some samples, by a backward pass of their own."""
         # What a sample's part of the backward pass has to be multiplied by to be its own gradient.
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         self._scale = self._trainer.accumulate_grad_batches / (scaler.get_scale() if scaler else 1)
@@ -415,8 +414,7 @@ class TrainStepNorms(Probe):
         parts = math.ceil(losses.samples / self.max_samples)
         turn = self._trainer.current_epoch + self._batch_idx  # in each epoch, that of other samples
         first = self.max_samples * (turn % parts)
-        self._listened = True
-        self._recorder.listen(losses.loss, losses.root, losses.samples, first)
+        self._step_norms.read(losses.loss, losses.root, losses.samples, first)
 
     def _numbers_of(self, size: int) -> Any:
         """Return the numbers of the samples in the batch."""
@@ -443,10 +441,11 @@ class TrainStepNorms(Probe):
                 f"{self.state_key} cannot read the losses of samples: {losses.problem}. Set `batch_fn` to a function "
                 "of the batch that returns inputs and the targets of the loss, or rank_by='squared_norm'."
             )
-        if self._recorder is not None and self._recorder.problem:
+        problem = self._step_norms and self._step_norms.problem
+        if problem:
             raise ValueError(
-                f"{self.state_key} cannot read gradients off this training step: {self._recorder.problem}. It "
-                "follows losses alone with `norms=False`."
+                f"{self.state_key} cannot read gradients off this training step: {problem}. It follows losses alone "
+                "with `norms=False`."
             )
 
     def on_train_batch_end(self, *step: Any) -> None:
@@ -454,10 +453,10 @@ class TrainStepNorms(Probe):
         self._numbers = None  # once: Lightning also ends batches that it has not begun
         if numbers is not None:
             norms = None
-            if self._reads_norms and self._recorder.norms:
-                by_weight = torch.stack([*self._recorder.norms.values()])
+            if self._reads_norms and self._step_norms.norms:
+                by_weight = torch.stack([*self._step_norms.norms.values()])
                 norms = by_weight.new_full((len(numbers),), math.nan)
-                first = self._recorder.first
+                first = self._step_norms.first
                 norms[first : first + by_weight.shape[1]] = self._scale**2 * by_weight.sum(0)
             self._sums.add(numbers, self._losses, norms)
         super().on_train_batch_end(*step)
@@ -476,10 +475,9 @@ class TrainStepNorms(Probe):
         of_losses = [losses.double().sum().item(), len(losses)]
         if not self._reads_norms:
             return [], of_losses
-        if not self._recorder.norms:
-            problem = self._recorder.problem
-            raise RuntimeError(problem or "the backward pass did not come by all weights")
-        names, of_norms = TraceSums.of(self._recorder.norms, self._scale**2)
+        if self._step_norms.problem:
+            raise RuntimeError(self._step_norms.problem)
+        names, of_norms = TraceSums.of(self._step_norms.norms, self._scale**2)
         if not all(map(math.isfinite, of_norms)):
             raise RuntimeError("the gradients of the training step are not finite")
         return names, [*of_norms, *of_losses]
@@ -510,7 +508,7 @@ class TrainStepNorms(Probe):
             self._log_rows("suspicious_samples", samples.top(LISTED), plot)
 
     def teardown(self, trainer: Trainer, *_: Any, **stage: Any) -> None:
-        self._recorder = self._trainer = self._drawn = self._losses = None
+        self._step_norms = self._trainer = self._drawn = self._losses = None
         vars(trainer.strategy).pop("process_dataloader", None)
         for loader in self._noting:
             if isinstance(loader.batch_sampler, NotingSampler):

@@ -176,45 +176,13 @@ class Pending:
         name: The parameter's name.
         leaf: Where it is in the graph.
         waiting: Its uses that wait, by operation.
-        at_once: Whether the gradients of a use are formed when they arrive, as where the graph is
-            taken away.
         parts: Uses with their gradients.
-        sum: Of the gradients that were formed at once.
     """
 
     name: str
     leaf: Edge
     waiting: dict[int, list[Use]] = field(default_factory=dict)
-    at_once: bool = False
     parts: list[tuple[Use, Tensor]] = field(default_factory=list)
-    sum: Tensor | None = None
-
-    def add(
-        self,
-        operation: int,
-        scores: Tensor | None,
-    ) -> None:
-        """Take the gradients ``[S, ...]`` by an operation's output; None if there are none."""
-        for use in self.waiting.pop(operation):
-            if scores is not None:
-                self.parts.append((use, scores))
-        if self.at_once and self.parts:
-            formed = OfUses(self.leaf, self.parts).formed()
-            gradients = torch.cat([some for _, some in formed])
-            self.sum = gradients if self.sum is None else self.sum + gradients
-            self.parts = []
-
-    @property
-    def needs_graph(self) -> bool:
-        """Whether gradients are made by a backward pass over an operation, or over those that made a weight."""
-        waiting = (use for uses in self.waiting.values() for use in uses)
-        return any(use.at.way is None or isinstance(use, Other) for use in waiting)
-
-    def whole(self) -> Gradients | None:
-        """Return the gradients from all uses, once they have arrived; None if there are none."""
-        if self.sum is not None:
-            return Gradients(self.sum)
-        return OfUses(self.leaf, self.parts) if self.parts else None
 
 
 class Arrivals:
@@ -228,7 +196,6 @@ class Arrivals:
         plan: Where its uses are.
         receive: What takes the gradients of a parameter, after its name.
         chosen: The samples that are measured, if not all.
-        training: Whether the backward pass is that of a training, which takes away the whole graph.
     """
 
     def __init__(
@@ -236,9 +203,7 @@ class Arrivals:
         graph: Graph,
         plan: Plan,
         receive: Callable[[str, Gradients], None],
-        *,
         chosen: slice | None = None,
-        training: bool = False,
     ) -> None:
         self.receive = receive
         self.waiting: dict[int, list[Pending]] = {}  # by operation
@@ -259,7 +224,6 @@ class Arrivals:
                     pending[name] = Pending(name, graph.edge(graph.leaves[name]))
                 pending[name].waiting.setdefault(at.number, []).append(use)
         for one in pending.values():
-            one.at_once = training and len(one.waiting) > 1 and one.needs_graph
             for operation in one.waiting:
                 self.waiting.setdefault(operation, []).append(one)
 
@@ -272,10 +236,11 @@ class Arrivals:
         if scores is not None:
             scores = at_least_float32(scores)
         for one in self.waiting.pop(operation):
-            one.add(operation, scores)
-            found = None if one.waiting else one.whole()
-            if found is not None:
-                self.receive(one.name, found)
+            for use in one.waiting.pop(operation):
+                if scores is not None:
+                    one.parts.append((use, scores))
+            if one.parts and not one.waiting:
+                self.receive(one.name, OfUses(one.leaf, one.parts))
 
     def add_one(
         self,
@@ -296,6 +261,7 @@ def backward(
     receive: Callable[[str, Gradients], None],
     *,
     retain_graph: bool = True,
+    chosen: slice | None = None,
 ) -> None:
     """Backpropagate scores of the outputs to the uses of weights.
 
@@ -307,9 +273,10 @@ def backward(
         plan: Where its uses are.
         scores: The scores, each shaped like the outputs.
         receive: What takes the gradients of a parameter, after its name.
-        retain_graph: Whether other scores will follow.
+        retain_graph: Whether another pass will follow.
+        chosen: The samples that are measured, if not all.
     """
-    arrivals = Arrivals(graph, plan, receive)
+    arrivals = Arrivals(graph, plan, receive, chosen)
     waiting = [*arrivals.waiting]
     if not waiting:
         return

@@ -1,15 +1,14 @@
-"""Losses and squared gradient norms of single samples, from a training step's own forward and backward pass.
+"""Losses and squared gradient norms of single samples, from the forward pass of a training step.
 
 The uses of weights are found in the graph of the step's loss, and it is shown which sample each of
-their rows belongs to, as for every other measurement (:mod:`~lightning_taskinfo.fisher.graph`). No
-score is backpropagated: when the backward pass of the training comes by a use, its input and the
-gradient of its output give each sample's share of the weight gradient.
+their rows belongs to, as for every other measurement (:mod:`~lightning_taskinfo.fisher.graph`). In
+place of a score the loss itself is backpropagated to the uses, before the training does it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,32 +17,32 @@ from torch.autograd.function import BackwardCFunction
 
 from lightning_taskinfo._observe import ParamDict, at_least_float32
 from lightning_taskinfo._sharded import gathered_parameters
+from lightning_taskinfo.fisher.accumulators import Norms
 from lightning_taskinfo.fisher.graph import Edge, Graph, shape_of
 from lightning_taskinfo.fisher.proof import Plan, Plans, Prover
-from lightning_taskinfo.fisher.terms import Arrivals, Gradients
+from lightning_taskinfo.fisher.terms import backward
 
 COPIED = 1 << 14  # numbers of a step that may be copied
 # Products of two tensors, with the place of the first of the two.
 PRODUCTS = {"MmBackward0": 0, "BmmBackward0": 0, "AddmmBackward0": 1, "ConvolutionBackward0": 0}
 
 
-class StepRecorder:
-    """Reads the squared gradient norm of each sample off one training step at a time.
+class StepNorms:
+    """Squared gradient norms of single samples, from the graph of one training step at a time.
 
-    A BatchNorm in train mode mixes the samples of a batch; the norms are then those of each
-    sample's contribution to the batch's gradient.
+    One more backward pass over the graph brings them, before that of the training. A BatchNorm in
+    train mode mixes the samples of a batch; the norms are then those of each sample's contribution
+    to the batch's gradient.
 
     Args:
         model: The model that is trained.
         max_samples: At most this many samples of a batch are measured.
 
     Attributes:
-        norms: Squared, by parameter name, each ``[samples]``; there after the backward pass.
+        norms: Squared, by parameter name, each ``[samples]``, as of the last step that was read.
         first: The number of the first sample that is measured.
         problem: Why there are no norms.
     """
-
-    busy: ClassVar[bool] = False  # whether a backward pass is a recorder's own, which none may read
 
     def __init__(
         self,
@@ -56,27 +55,22 @@ class StepRecorder:
         self.trained: list[bool] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self.plans = Plans()
-        self.step = 0
-        self.skip(None)
+        self.forget()
 
-    def skip(self, reason: str | None) -> None:
-        """Forget the step before, and hold nothing of its graph; of the next one nothing is read, for this reason."""
-        self.step += 1
-        self.arrivals: Arrivals | None = None
-        self.partial: ParamDict = {}
+    def forget(self) -> None:
+        """Forget the step before."""
         self.norms: ParamDict = {}
         self.first = 0
-        self.count = 0
-        self.problem = reason
+        self.problem: str | None = None
 
-    def listen(
+    def read(
         self,
         loss: Tensor,
         root: Edge | None,
         samples: int,
         first: int = 0,
     ) -> None:
-        """Read the backward pass that follows.
+        """Read the norms between the forward and the backward pass of a step.
 
         Args:
             loss: What will be differentiated.
@@ -84,44 +78,47 @@ class StepRecorder:
             samples: Samples of the batch.
             first: The number of the first sample to be measured.
         """
-        self.skip(None)
+        self.forget()
         self.first = first
-        self.count = min(samples - first, self.max_samples)
         trained = [p.requires_grad for p in self.all]
         if trained != self.trained:  # as when a backbone is unfrozen
             self.parameters = gathered_parameters(self.model)
             self.trained = trained
+        chosen = slice(first, min(samples, first + self.max_samples))
+        found = Norms(chosen.stop - first)
         try:
-            graph = Graph(loss, self.parameters)
-            if graph.repacked:
-                raise ValueError(
-                    "what operations have saved is computed or fetched in the backward pass, as by checkpointing"
-                )
-            for name in self.parameters:
-                if name not in graph.leaves:
-                    raise ValueError(f"{name!r} was not used with gradients in the training step")
-            plan = self.plans.find(graph, samples) or self._shown(graph, root, samples)
-            chosen = slice(first, first + self.count)
-            self.arrivals = Arrivals(graph, plan, self._add_norms, chosen=chosen, training=True)
-            for operation in self.arrivals.waiting:
-                # What a node calls must hold no part of the graph: it would keep itself alive.
-                hook = partial(self._arrived, self.step, operation)
-                graph.nodes[operation].register_prehook(hook)
+            with self._own_passes(), torch.autocast(loss.device.type, enabled=False):
+                graph = Graph(loss, self.parameters)
+                plan = self._plan(graph, root, samples)
+                receive = partial(found.add, slice(None))
+                backward(graph, plan, [torch.ones_like(loss)], receive, chosen=chosen)
         except Exception as error:  # which would end the training
-            self.skip(_told(error))
+            self.problem = _told(error)
+            return
+        for name, p in self.parameters.items():  # in the same order on all processes
+            norms = found.values.get(name)
+            self.norms[name] = p.new_zeros(found.n) if norms is None else norms
 
-    # Between the forward and the backward pass
-
-    def _shown(
+    def _plan(
         self,
         graph: Graph,
         root: Edge | None,
         samples: int,
     ) -> Plan:
-        """Find where weights meet samples, and which sample each row belongs to, by a few backward passes."""
+        """Return where weights meet samples, and which sample each row belongs to: known, or shown now."""
+        if graph.repacked:
+            raise ValueError(
+                "what operations have saved is computed or fetched in the backward pass, as by checkpointing"
+            )
+        for name in self.parameters:
+            if name not in graph.leaves:
+                raise ValueError(f"{name!r} was not used with gradients in the training step")
+        plan = self.plans.find(graph, samples)
+        if plan is not None:
+            return plan
         if root is None or any("SyncBatchNorm" in type(node).__name__ for node in graph.nodes):
             raise ValueError("it cannot be shown which row belongs to which sample")
-        with self._own_passes(), _without_statistics(graph):
+        with _without_statistics(graph):
             # What knows nothing of the samples need not be told from what depends on all: so does a
             # sample's loss.
             plan = Prover(graph, samples, alone=graph.signature, root=root).plan()
@@ -136,9 +133,8 @@ class StepRecorder:
 
     @contextmanager
     def _own_passes(self) -> Iterator[None]:
-        """Run backward passes that no recorder reads, and that leave no gradients and random states behind."""
+        """Run backward passes that leave no gradients and random states behind."""
         gradients = [(p, p.grad) for p in self.all]
-        StepRecorder.busy = True
         try:
             for p, _ in gradients:
                 p.grad = None
@@ -147,45 +143,8 @@ class StepRecorder:
             if any(p.grad is not None for p, _ in gradients):
                 raise ValueError("an operation runs a backward pass of its own")
         finally:
-            StepRecorder.busy = False
             for p, gradient in gradients:
                 p.grad = gradient
-
-    # The backward pass
-
-    def _arrived(
-        self,
-        step: int,
-        operation: int,
-        gradients: tuple[Tensor | None, ...],
-    ) -> None:
-        """Take the gradient of an operation's output."""
-        if StepRecorder.busy or step != self.step or self.arrivals is None:
-            return
-        if operation not in self.arrivals.waiting:
-            self.skip("a layer received more than one gradient")
-            return
-        StepRecorder.busy = True
-        try:
-            # A graph is kept, or precision lowered, where the backward pass is itself differentiated.
-            kind = self.all[0].device.type
-            with torch.no_grad(), torch.autocast(kind, enabled=False):
-                self.arrivals.add_one(operation, gradients)
-            if not self.arrivals.waiting:
-                for name, p in self.parameters.items():  # in the same order on all processes
-                    norms = self.partial.get(name)
-                    self.norms[name] = p.new_zeros(self.count) if norms is None else norms
-        except Exception as error:  # which would end the training
-            self.skip(_told(error))
-        finally:
-            StepRecorder.busy = False
-
-    def _add_norms(
-        self,
-        name: str,
-        found: Gradients,
-    ) -> None:
-        self.partial[name] = found.norms()
 
 
 def _told(error: Exception) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_taskinfo.fisher.train_step import StepLosses, StepRecorder
+from lightning_taskinfo.fisher.train_step import StepLosses, StepNorms
 from tests.fisher.random_networks import CLASSES, POSITIONS, WIDTH, RandomNet
 from tests.fisher.test_random_networks import drawn, networks
 from tests.fisher.zoo import CASES
@@ -30,9 +30,9 @@ def looped(forward, parameters: dict[str, nn.Parameter], targets: Tensor) -> dic
     return {name: torch.stack([row[i] for row in norms]) for i, name in enumerate(parameters)}
 
 
-def recorded(forward, recorder: StepRecorder, targets: Tensor, first: int = 0) -> dict[str, Tensor]:
+def recorded(forward, recorder: StepNorms, targets: Tensor, first: int = 0) -> dict[str, Tensor]:
     loss = F.cross_entropy(forward().flatten(0, -2), targets.flatten())
-    recorder.listen(loss, StepLosses(loss, len(targets), targets).root, len(targets), first)
+    recorder.read(loss, StepLosses(loss, len(targets), targets).root, len(targets), first)
     loss.backward()
     assert recorder.problem is None
     return recorder.norms
@@ -71,7 +71,7 @@ def test_known_networks_with_their_dropout(name):
     parameters = used(model, forward)
     outputs = forward()
     targets = torch.randint(outputs.shape[-1], outputs.shape[:-1])
-    recorder = StepRecorder(model, 3)
+    recorder = StepNorms(model, 3)
     expected = {key: n[1:4] for key, n in looped(forward, parameters, targets).items()}
     for _ in range(2):  # shown, and known
         close(recorded(forward, recorder, targets, first=1), expected, 1e-5)
@@ -89,11 +89,11 @@ def test_the_same_drawn_networks_at_every_run(network, n, data):
         CLASSES, (n,) if network["pooled"] else (n, POSITIONS), generator=generator
     )
     parameters = used(model, lambda: model(x))
-    recorder = StepRecorder(model, count)
+    recorder = StepNorms(model, count)
     expected = looped(lambda: model(x), parameters, targets)
     if any(step == "mixed" for step, _ in network["steps"]) and n > 1:
         loss = F.cross_entropy(model(x).flatten(0, -2), targets.flatten())
-        recorder.listen(loss, StepLosses(loss, n, targets).root, n, first)
+        recorder.read(loss, StepLosses(loss, n, targets).root, n, first)
         loss.backward()
         if recorder.problem is not None:
             assert "mixes the samples" in recorder.problem
