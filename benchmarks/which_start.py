@@ -117,7 +117,11 @@ The judges that the second change had planned, ten other seeds on up to 3,000 te
 and so were the log-losses of the first three targets. With the rule fixed, three targets that had played no part in any
 choice of it were registered as a test: even–odd of USPS, the second half of notMNIST's classes and that of CIFAR-10's,
 with the same starts, numbers of labels, seeds and judges. What is wanted of them is what was wanted before: half of the
-calls confident, and 95 % of these true by the errors of the ten other seeds.
+calls confident, and 95 % of these true by the errors of the ten other seeds. On the six targets 57 % of 1,220 calls are
+confident by then. 93.0 % of these have the sign of the mean error over ten seeds, and 510 of 520 where that is decided;
+a rule without mistakes would have 94.9 %, so that no rule can be seen to reach 95 %: none of 40 others did, which also
+looked at the signs of cross-validated errors and of Brier scores. Before the fresh targets were judged, a third number
+was therefore put beside these two: the share with the mistakes of the judges taken out ("corrected").
 
 EfficientNets were run last, when the rest had been looked at. With the recipe that had been registered for them, errors
 after full fine-tuning were 65 to 74 % where a linear head had 23 to 56 %. The cause is the evaluation, not the starts:
@@ -921,18 +925,21 @@ def came_true(signs: Sequence[int], gains: Sequence[Sequence[float]]) -> dict[st
 
     The ceiling is the share of calls that would have that sign if all of them were right: the mean
     probability, under Student's distribution around the mean over seeds, that the true mean has the
-    sign of the mean over seeds.
+    sign of the mean over seeds. With it, what is due to the judges' own mistakes can be taken out: of
+    a share r of right calls, judges that are right in a share q find ``r q + (1 - r)(1 - q)``.
     """
     true = [fmean(values) * sign > 0 for sign, values in zip(signs, gains, strict=True)]
     decided = [abs(fmean(values)) > interval(values)[1] for values in gains]
     both = [a and b for a, b in zip(true, decided, strict=True)]
     sure = [probability(1, values) for values in gains]
+    ceiling = fmean(max(p, 1 - p) for p in sure) if sure else None
     return {
         "made": len(true),
         "true": sum(true),
         "decided": sum(decided),
         "decided_true": sum(both),
-        "ceiling": round(fmean(max(p, 1 - p) for p in sure), 4) if sure else None,
+        "ceiling": ceiling and round(ceiling, 4),
+        "corrected": ceiling and round((fmean(true) - 1 + ceiling) / (2 * ceiling - 1), 4),
     }
 
 
@@ -1016,7 +1023,7 @@ def true_share(count: dict[str, Any]) -> str:
     share = count["true"] / count["made"]
     low, high = wilson_interval(share, count["made"])
     decided = f"{count['decided_true']} of {count['decided']} decided"
-    limit = f"ceiling {count['ceiling']:.1%}"
+    limit = f"ceiling {count['ceiling']:.1%}, corrected {count['corrected']:.1%}"
     return f"{share:.1%} [{100 * low:.0f}, {100 * high:.0f}] of {count['made']}; {decided}; {limit}"
 
 
@@ -1116,6 +1123,7 @@ def report(bench: Bench, out: Path) -> None:
     groups = {
         "USPS, notMNIST, CIFAR-10": DESIGN,
         "letters, digits, MNIST": TARGETS[3:],
+        "these six": TARGETS,
         "even–odd of USPS, halves of notMNIST and CIFAR-10": FRESH,
     }
     called = {
