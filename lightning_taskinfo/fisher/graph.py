@@ -12,7 +12,8 @@ import math
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any, TypeAlias
 
@@ -100,6 +101,11 @@ class Graph:
             if any(like.is_nested_tensor for like in node._input_metadata):
                 return "nested tensors"
         return ""
+
+    @cached_property
+    def functions(self) -> list[Any]:
+        """The functions of the user's."""
+        return [node for node in self.nodes if isinstance(node, BackwardCFunction)]
 
     @property
     def repacked(self) -> bool:
@@ -249,6 +255,25 @@ def _reached(
 # --- Gradients that are pulled back through a graph, or a part of it
 
 
+@contextmanager
+def restored(functions: Sequence[Any]) -> Iterator[None]:
+    """Run a backward pass, and put back what functions of the user's have saved.
+
+    Fused kernels overwrite it, and the gradients that they get, with the gradients that they return. Another pass, that
+    of a training among them, would be wrong; and so are gradients of this one, unless they are copied before.
+    """
+    saved = [x for node in functions for x in node.saved_tensors if x is not None]
+    before = [x.clone() for x in saved]
+    handles = [node.register_prehook(lambda got: tuple(map(copied, got))) for node in functions]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for x, kept in zip(saved, before, strict=True):
+            x.data.copy_(kept)
+
+
 def pulled_back(
     output: Tensor | Edge,
     sources: Sequence[Edge],
@@ -268,12 +293,21 @@ def pulled_back(
     )
 
 
+def copied(gradient: Tensor | None) -> Tensor | None:
+    """Return a copy that has no graph."""
+    return None if gradient is None else gradient.detach().clone()
+
+
 def several_pulled_back(
     output: Tensor | Edge,
     sources: Sequence[Edge],
     gradients: Tensor,
+    functions: Sequence[Any] = (),
 ) -> list[Tensor | None]:
-    """Pull gradients ``[S, ...]`` back to some places, ``[S, ...]`` each, in one pass, or in many where vmap fails."""
+    """Pull gradients ``[S, ...]`` back to some places, ``[S, ...]`` each, in one pass, or in many where vmap fails.
+
+    Functions of the user's are for a single pass.
+    """
     if len(gradients) > 1:
         try:
             with warnings.catch_warnings():  # what vmap takes one by one is no slower than without
@@ -281,11 +315,12 @@ def several_pulled_back(
                 return [*pulled_back(output, sources, gradients, batched=True)]
         except Exception:
             pass  # of an operation of the user's; if it is no matter of vmap, it comes again
-    one_by_one = [pulled_back(output, sources, gradient) for gradient in gradients]
     found = []
-    for parts in zip(*one_by_one, strict=True):
-        known = [part.to_dense() for part in parts if part is not None]
-        found.append(torch.stack(known) if known else None)
+    with restored(functions):
+        one_by_one = [pulled_back(output, sources, gradient) for gradient in gradients]
+        for parts in zip(*one_by_one, strict=True):
+            known = [part.detach().to_dense() for part in parts if part is not None]
+            found.append(torch.stack(known) if known else None)
     return found
 
 
@@ -307,12 +342,15 @@ def pulled_to_input(
         gradient: Of the operation's output.
     """
     others = [None] * (len(node._input_metadata) - 1)  # of outputs that nobody uses
-    run = node.apply if isinstance(node, BackwardCFunction) else node
-    found = run(gradient.to(node._input_metadata[0].dtype), *others)
-    of_input = found[place] if isinstance(found, tuple) else found
-    if of_input is None:
-        return gradient.new_zeros(shape_of(source))
-    return of_input.to_dense().sum_to_size(shape_of(source))
+    own = isinstance(node, BackwardCFunction)
+    run = node.apply if own else node
+    with restored([node] if own else []):
+        found = run(gradient.to(node._input_metadata[0].dtype), *others)
+        of_input = found[place] if isinstance(found, tuple) else found
+        if of_input is None:
+            return gradient.new_zeros(shape_of(source))
+        of_weight = of_input.to_dense().sum_to_size(shape_of(source))
+        return of_weight.detach().clone() if own else of_weight
 
 
 def inside_a_pass(function: Callable[[], None]) -> None:

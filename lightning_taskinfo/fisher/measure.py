@@ -60,7 +60,7 @@ from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Accumulator, Diagonal, Norms
-from lightning_taskinfo.fisher.graph import Graph, Signature, pulled_back
+from lightning_taskinfo.fisher.graph import Graph, Signature, pulled_back, restored
 from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.fisher.proof import Plan, Plans, Prover, plan_of_one
 from lightning_taskinfo.fisher.terms import Gradients, backward
@@ -303,7 +303,9 @@ class Measurement:
                 backward(graph, plan, scores, receive, retain_graph=not last)
                 continue
             for score in scores:
-                for name, g in self._gradients_of_one(graph, score).items():
+                with restored(graph.functions):
+                    found = self._gradients_of_one(graph, score)
+                for name, g in found.items():
                     receive(name, Gradients(g))
         return True
 
@@ -455,7 +457,7 @@ class Measurement:
             graph.outputs.backward(score, retain_graph=True)
             found.update((name, p.grad) for name, p in self.parameters.items())
             self.model.zero_grad()
-        return {name: g.to_dense().unsqueeze(0) for name, g in found.items() if g is not None}
+        return {name: g.to_dense().clone()[None] for name, g in found.items() if g is not None}
 
 
 def some_of(names: Collection[str]) -> str:

@@ -28,11 +28,19 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_taskinfo._warn import warn
-from lightning_taskinfo.fisher.graph import Graph, Signature, Source, Uses, like, pulled_back
+from lightning_taskinfo.fisher.graph import (
+    Graph,
+    Signature,
+    Source,
+    Uses,
+    copied,
+    like,
+    pulled_back,
+    restored,
+)
 
 # Operations that move rows to places that depend on data: what was shown for one batch says nothing
 # of another.
@@ -221,7 +229,7 @@ def plan_of_one(graph: Graph) -> Plan | None:
             return None
         if shape.numel():  # not as of an expert without a token
             rows[number] = Rows(repeat=shape[0])
-    if any(isinstance(node, BackwardCFunction) for node in graph.nodes):
+    if graph.functions:
         return None
     plan = Plan.of(graph, 1, uses, rows, {})
     plan.lasting = True
@@ -303,7 +311,7 @@ class Prover:
 
     def _may_move(self, number: int) -> bool:
         """Whether an operation may move rows to places that depend on data, or nothing is known about it."""
-        own = isinstance(self.graph.nodes[number], BackwardCFunction)  # a function of the user's
+        own = self.graph.nodes[number] in self.graph.functions
         return own or MOVE_ROWS.search(self.graph.kind(number)) is not None
 
     def _independent(self, mixed: set[int]) -> bool:
@@ -347,6 +355,7 @@ class Prover:
         """
         if not numbers:
             return []
+        functions = self.graph.functions
         scores = self.scores
         if by_sample is not None:
             of_samples = scores.view(self.samples, -1) * by_sample.unsqueeze(1)
@@ -355,7 +364,9 @@ class Prover:
         nodes = self.graph.nodes
         handles = [nodes[i].register_prehook(partial(note, i)) for i in watched if note is not None]
         try:
-            return [*pulled_back(self.root, edges, scores)]
+            with restored(functions):
+                found = pulled_back(self.root, edges, scores)
+                return [*map(copied, found)] if functions else [*found]
         finally:
             for handle in handles:
                 handle.remove()

@@ -280,9 +280,13 @@ def backward(
     waiting = [*arrivals.waiting]
     if not waiting:
         return
-    if len(scores) > 1:
+    if len(scores) > 1 and graph.functions:  # which may not run for several scores at once
+        for score in scores:
+            backward(graph, plan, [score], receive, chosen=chosen)
+        return
+    if len(scores) > 1 or graph.functions:
         edges = [graph.edge(operation) for operation in waiting]
-        gradients = several_pulled_back(graph.outputs, edges, torch.stack(scores))
+        gradients = several_pulled_back(graph.outputs, edges, torch.stack(scores), graph.functions)
         for operation in waiting:
             arrivals.add(operation, gradients.pop(0))
         return
@@ -293,9 +297,9 @@ def backward(
     for operation in {*waiting} - {*lowest}:
         take = partial(arrivals.add_one, operation)
         handles.append(graph.nodes[operation].register_prehook(take))
+    edges = [graph.edge(operation) for operation in lowest]
+    keep = retain_graph or arrivals.runs_again
     try:
-        edges = [graph.edge(operation) for operation in lowest]
-        keep = retain_graph or arrivals.runs_again
         captured = pulled_back(graph.outputs, edges, scores[0], retain_graph=keep)
     finally:
         for handle in handles:

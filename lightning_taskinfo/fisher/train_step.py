@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
 from lightning_taskinfo._observe import ParamDict, at_least_float32
 from lightning_taskinfo._sharded import gathered_parameters
@@ -168,7 +167,7 @@ def _mixing(
             place = PRODUCTS.get(graph.kind(number))
             if place is not None and None in graph.signature[number][2][place : place + 2]:
                 reasons.append(number)
-        if isinstance(graph.nodes[at.number], BackwardCFunction):
+        if graph.nodes[at.number] in graph.functions:
             reasons.append(at.number)
         if reasons:
             mixing |= dict.fromkeys(at.names, graph.kind(reasons[0]))

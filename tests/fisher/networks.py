@@ -306,3 +306,42 @@ def trained_statistics(model: nn.Module) -> nn.Module:
         if "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
             nn.init.normal_(module.weight)
     return model
+
+
+class Fused(torch.autograd.Function):
+    """``silu(a w) b``, whose backward pass writes gradients over what was saved, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b, w)
+        return F.silu(a * w) * b
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        a, b, w = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = [x.detach().clone().requires_grad_() for x in (a, b, w)]
+            output = F.silu(inputs[0] * inputs[2]) * inputs[1]
+        found = torch.autograd.grad(output, inputs, gradient)
+        a.data.copy_(found[0])
+        b.data.copy_(found[1])
+        gradient.zero_()
+        return a, b, found[2]
+
+
+class Overwriting(nn.Module):
+    """Calls a fused function with a weight of its own, once or twice; its twin does the same by plain operations."""
+
+    def __init__(self, times: int, *, fused: bool = True) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3)
+        self.w = nn.Parameter(torch.rand(5) + 0.5)
+        self.times = times
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(x)
+        for _ in range(self.times):
+            a = self.a(x)
+            h = Fused.apply(a, h, self.w) if self.fused else F.silu(a * self.w) * h
+        return self.c(h)

@@ -1,11 +1,14 @@
 """Networks that few write, against plain autograd: chance in eval mode, hooks, nested tensors, half precision."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.fisher import fisher_diagonal, gradient_gram, per_sample_squared_norms
+from tests.fisher.networks import Overwriting
 from tests.fisher.test_measure import empirical
 
 
@@ -178,3 +181,18 @@ def test_nested_tensors_take_one_sample_after_the_other():
     with pytest.warns(TaskInfoWarning, match="nested tensors"):
         norms = per_sample_squared_norms(model, x, y, labels="empirical")
     torch.testing.assert_close(norms, norms_of(empirical(model, x, y)))
+
+
+@pytest.mark.parametrize("labels", ["empirical", "exact"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_functions_that_overwrite_what_they_have_saved(times, labels):
+    torch.manual_seed(0)
+    net = Overwriting(times).double()
+    twin = copy.deepcopy(net)
+    twin.fused = False
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    for n in (6, 1):
+        for quantity in (per_sample_squared_norms, fisher_diagonal):
+            found = quantity(net, x[:n], y[:n], labels=labels)
+            torch.testing.assert_close(found, quantity(twin, x[:n], y[:n], labels=labels))
+    torch.testing.assert_close(gradient_gram(net, x, y), gradient_gram(twin, x, y))

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lightning_taskinfo import observing
 from lightning_taskinfo.fisher import terms
 from lightning_taskinfo.fisher.train_step import StepLosses, StepNorms
+from tests.fisher.networks import Overwriting
 
 N = 6
 
@@ -207,6 +208,23 @@ def test_gradients_are_the_same_and_no_hook_stays():
         torch.equal(a.grad, b.grad)
         for a, b in zip(net.parameters(), twin.parameters(), strict=True)
     )
+
+
+def test_functions_that_overwrite_what_they_have_saved():
+    """The training finds everything as it was."""
+    torch.manual_seed(0)
+    net = Overwriting(1).double()
+    twin, plain = copy.deepcopy(net), copy.deepcopy(net)
+    plain.fused = False
+    net.w.requires_grad_(False)  # as a weight of such a function it could not be read
+    x, y = torch.randn(N, 4, dtype=torch.float64), torch.arange(N) % 3
+    F.cross_entropy(twin(x), y).backward()
+    recorder = step(net, x, y)
+    assert recorder.problem is None
+    expected = looped(plain, x, y)
+    for name, norms in recorder.norms.items():
+        torch.testing.assert_close(norms * N**2, expected[name])
+        assert torch.equal(net.get_parameter(name).grad, twin.get_parameter(name).grad)
 
 
 def test_gradients_that_are_there_are_added_to():
