@@ -158,37 +158,6 @@ def kl_bound(
     return binary_kl_inverse(risk, complexity / n)
 
 
-def mcallester_bound(
-    risk: Number,
-    kl: Number,
-    n: Number,
-    delta: Number,
-) -> Tensor:
-    r"""McAllester's bound on the true risk, :func:`kl_bound` relaxed by Pinsker's inequality.
-
-    .. math:: e(Q) \le \hat e(Q) + \sqrt{\frac{\mathrm{KL} + \log(2\sqrt N/\delta)}{2N}}
-
-    Args:
-        risk: Empirical risk :math:`\hat e(Q)` in ``[0, 1]``.
-        kl: :math:`\mathrm{KL}(Q\,\|\,P)` in nats.
-        n: Number of samples, at least 8.
-        delta: Probability with which the bound may fail.
-
-    Returns:
-        The bound, float64.
-
-    Example:
-        >>> mcallester_bound(0.02, kl=5_000.0, n=60_000, delta=0.05)
-        tensor(0.2243, dtype=torch.float64)
-
-    References:
-        McAllester, *PAC-Bayesian model averaging*, COLT 1999.
-    """
-    risk, kl, n, delta = checked(risk=risk, kl=kl, n=n, delta=delta)
-    complexity = kl + (2 * n.sqrt() / delta).log()
-    return risk + (complexity / (2 * n)).sqrt()
-
-
 def catoni_bound(
     risk: Number,
     kl: Number,
