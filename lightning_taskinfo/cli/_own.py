@@ -17,6 +17,7 @@ from lightning_taskinfo.certificates.samples import read_pair
 from lightning_taskinfo.cli._parser import add_arguments, find, is_import_path
 from lightning_taskinfo.data import load_task
 from lightning_taskinfo.tasks import PreparedTask, prepare_task
+from lightning_taskinfo.transfer.sampling import seeded
 
 
 class Network:
@@ -127,9 +128,10 @@ def _loader(data: Any, part: Part) -> DataLoader[Any]:
             )
     rule = f"`data` must have a {part}_dataloader"
     try:
-        data.prepare_data()
-        data.setup(STAGES[part])
-        loader = getattr(data, f"{part}_dataloader")()
+        with seeded(0):  # or parts that are split at random would overlap
+            data.prepare_data()
+            data.setup(STAGES[part])
+            loader = getattr(data, f"{part}_dataloader")()
     except Exception as error:  # of the user's own code
         raise ValueError(f"{rule}, but {kind}'s failed ({reason_of(error)}).") from error
     if not isinstance(loader, DataLoader):

@@ -44,7 +44,8 @@ def logme(
         labels: Classes, shape ``[N]``, or real values, shape ``[N]`` or ``[N, K]``.
 
     Returns:
-        The mean over the classes that occur, or over the columns, divided by ``N``, in float64.
+        The mean over the classes that occur, or over the columns with different values, divided by
+        ``N``, in float64.
 
     Raises:
         ValueError: If shapes do not fit, values are not finite, or all labels are equal.
@@ -67,6 +68,7 @@ def logme(
         raise ValueError(
             f"`labels` must be finite and differ, got {len(labels)} values without that."
         )
+    Y = Y[:, (Y[0] != Y).any(0)]  # a column of equal labels would be no noise, infinitely sure
     U, s, _ = torch.linalg.svd(F, full_matrices=False)
     spectrum = s.square()  # [R]
     projected = (U.T @ Y).square()  # [R, K]

@@ -1,5 +1,6 @@
 """The user's own recipe: their module, from each of their starts, adapted in each way, on a few target labels."""
 
+import inspect
 import json
 import math
 import re
@@ -121,6 +122,7 @@ class Own(Recipe):
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
             "data": fingerprint,
             "batch_size": self.target.train.batch_size,
+            "optimizers": self.optimizers,
             "trainer": _plain(self.options),
             "metric": logged,
             "mode": mode,
@@ -202,6 +204,8 @@ class Own(Recipe):
         if outputs is None or outputs.ndim != 2:
             return
         classes = outputs.shape[1]
+        if classes == 1 and self.metric is not None:  # yes or no, by one logit
+            return
         negative = (labels < 0) & (labels != IGNORED)
         odd = labels[negative | (labels >= classes)]
         if len(odd):
@@ -238,6 +242,7 @@ class Own(Recipe):
             with quiet():
                 trainer = make_trainer(self.namespace, options)
                 trainer.fit(job.module, train_dataloaders=job.fit["train_dataloaders"])
+                self.optimizers = [*map(_optimizer, trainer.optimizers)]
                 if self.metric is None:
                     logged: Mapping[str, float] = own_error(job.module, loader, 1)
                 else:
@@ -251,6 +256,8 @@ class Own(Recipe):
             rule = "`model` must make a module that can be trained on `data`"
             raise ValueError(f"{rule}, but {reason_of(error)}") from error
         metric = self.metric or next(iter(logged))
+        if metric == "accuracy" and logged.get(metric, 0) > 1:
+            raise ValueError(f"`metric` must be a share if it is 'accuracy', got {logged[metric]}.")
         if metric not in logged:
             rule = "`metric` must be one that the module logs in its test_step"
             raise ValueError(f"{rule}, got {metric!r}; it logs {', '.join(logged) or 'none'}.")
@@ -271,6 +278,8 @@ def _trainer_options(trainer: Any, accelerator: str, namespace: str) -> Values:
     options: Values = {**(trainer or {})}
     if not LENGTHS & {*options}:
         options["max_epochs"] = 20
+    if options.get("max_steps") == 0:
+        raise ValueError("`trainer` must train for one step at least, got max_steps=0.")
     for name in RESERVED:
         if name in options:
             raise ValueError(f"`trainer` must leave {name} to transfer, got {options[name]!r}.")
@@ -302,10 +311,35 @@ def _read_starts(
 
 
 def _plain(options: Values) -> Values:
-    """Options of the Trainer in JSON's types, callbacks by what Lightning tells them apart by."""
-    names = json.dumps(options, default=lambda one: getattr(one, "state_key", repr(type(one))))
-    found: Values = json.loads(names)
+    """Options of the Trainer in JSON's types, callbacks by their own plain arguments."""
+    found: Values = json.loads(json.dumps(options, default=_told))
     del found["accelerator"]
+    return found
+
+
+def _told(option: Any) -> Values:
+    """What an option that is no plain value is known by."""
+    known: Values = {"kind": type(option).__qualname__}
+    for name in inspect.signature(type(option)).parameters:
+        value = getattr(option, name, None)
+        if isinstance(value, bool | int | float | str):
+            known[name] = value
+    return known
+
+
+def _optimizer(optimizer: Any) -> Values:
+    """What an optimizer is known by: its kind, its defaults, and the rates that its groups begin with."""
+    rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
+    settings = {name: str(value) for name, value in optimizer.defaults.items()}
+    return {"kind": type(optimizer).__qualname__, "rates": [*map(str, rates)], **settings}
+
+
+def _class_axes(outputs: Tensor, truth: Tensor) -> set[int]:
+    """Return which axes of the outputs may be that of the classes: the last, or, as for torch's losses, the second."""
+    found = set()
+    for axis in {1, outputs.ndim - 1}:
+        if outputs.ndim > 1 and outputs.select(axis, 0).shape == truth.shape:
+            found.add(axis)
     return found
 
 
@@ -330,15 +364,19 @@ def own_error(
                     "`metric` must be given where the targets of a test batch are not plain."
                 )
             outputs = outputs_of(module, inputs)
+            axes = _class_axes(outputs, truth)
             if truth.is_floating_point():
                 name = "squared error"
                 losses = (outputs.reshape(truth.shape) - truth).square()
-            elif outputs.ndim == truth.ndim + 1:
+                if batches is not None and ((truth == 0) | (truth == 1)).all():
+                    rule = "must be given where targets are 0 and 1 as real numbers"
+                    raise ValueError(f"`metric` {rule}, got none: logits have no squared error.")
+            elif len(axes) == 1:
                 name = "error"
-                wrong = outputs.argmax(-1) != truth
+                wrong = outputs.argmax(axes.pop()) != truth
                 losses = wrong[truth >= 0]  # -100 marks what does not count
             else:
-                rule = "must be given where outputs are no scores of classes"
+                rule = "must be given where outputs are no scores of classes, or their axis is not plain"
                 shapes = f"outputs {list(outputs.shape)} for targets {list(truth.shape)}"
                 raise ValueError(f"`metric` {rule}, got {shapes}.")
             if outputs.isnan().any():  # the largest of them is no prediction

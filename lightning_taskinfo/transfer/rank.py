@@ -44,6 +44,7 @@ from lightning_taskinfo.transfer.overlap import (
     read_labelled,
 )
 from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, StartRanking
+from lightning_taskinfo.transfer.sampling import seeded
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
 LEAST = 1e-4  # smaller probabilities count as this one: no single sample decides a mean log-loss
@@ -207,10 +208,11 @@ def rank_starts(
     return ranking
 
 
-def _opened(model: Model, name: str) -> nn.Module:
-    """Return a network, made now where it is given as a function."""
+def _opened(model: Model, name: str, seed: int = 0) -> nn.Module:
+    """Return a network, made now where it is given as a function, with the same weights each time for one seed."""
     if not isinstance(model, nn.Module):
-        model = model()
+        with seeded(seed):
+            model = model()
     if not isinstance(model, nn.Module):
         got = f"a function that returns {type(model).__name__} for {name!r}"
         raise ValueError(f"{MODELS}, got {got}.")
@@ -370,8 +372,7 @@ class _Ruler:
         for repeat in range(how.scratch_repeats if name == self.scratch else 1):
             if repeat:  # other folds, heads, batches and, of a function, weights
                 how = replace(how, seed=seed_from(how.seed, repeat))
-                with own_randomness(how.seed):
-                    model = _opened(given, name)
+                model = _opened(given, name, how.seed)
             generator = Generator().manual_seed(how.seed)
             fold = stratified_folds(samples.labels, self.folds, generator)
             predict = partial(self._predicted, network, model, how)

@@ -24,7 +24,7 @@ from lightning_taskinfo._files import digest, read_checkpoint, read_tensors
 from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_finite_tensors
-from lightning_taskinfo._warn import reason_of
+from lightning_taskinfo._warn import reason_of, warn
 from lightning_taskinfo.transfer.sampling import reseed
 
 Weights: TypeAlias = Mapping[str, Tensor]
@@ -32,6 +32,7 @@ MakeModule: TypeAlias = Callable[[], Any]
 Given: TypeAlias = str | os.PathLike[str] | Weights | MakeModule
 Adapt: TypeAlias = str | Callable[[Any], None]
 RANK = 8  # of the adapters
+STATISTICS = (".running_mean", ".running_var")
 
 
 @dataclass(frozen=True)
@@ -139,13 +140,21 @@ def _fitted(
         rule = "must hold tensors by name"
         raise ValueError(f"`{argument}` {rule}, got a mapping without or with other things.")
     module = make_module(make)
+    given = {key.replace("_orig_mod.", ""): x for key, x in given.items()}  # of compiled parts
     shapes = {key: getattr(tensor, "shape", None) for key, tensor in module.state_dict().items()}
     # Of all names that a module inside another may give them, those that suit most.
     weights: dict[str, Tensor] = {}
+    taken = ""
     for old, new in product(_prefixes(given), _prefixes(shapes)):
         renamed = {new + key.removeprefix(old): given[key] for key in given if key.startswith(old)}
         fitting = {key: x for key, x in renamed.items() if x.shape == shapes.get(key)}
-        weights = max(weights, fitting, key=len)
+        apart = not (old.startswith(taken) or taken.startswith(old))
+        if fitting and apart and len(fitting) == len(weights):
+            raise ValueError(
+                f"`{argument}` must hold one set of weights for `model`, got {taken!r} and {old!r}."
+            )
+        if len(fitting) > len(weights):
+            weights, taken = fitting, old
     weights = {key: weight.detach().cpu().clone() for key, weight in weights.items()}
     parameters = [key for key, _ in module.named_parameters()]
     fresh = tuple(key for key in parameters if key not in weights)
@@ -156,6 +165,9 @@ def _fitted(
             f"`{argument}` must fit `model` but for its head, got weights for {count}, none for {lacking}."
         )
     check_finite_tensors(argument, weights)
+    left = [key for key in shapes if key not in weights and key.endswith(STATISTICS)]
+    if left:
+        warn(f"`{argument}` has no {', '.join(left[:3])}: batch norm starts as in a fresh module.")
     return Start(make, weights, fresh)
 
 

@@ -110,12 +110,12 @@ class Recipe:
     def adapted(self, module: Any, start: str, way: str) -> Any:
         """Leave trainable what is trained of a module at its start; all of it from scratch.
 
-        The head is what has no pretrained weights, or else the last layer.
+        The head is the last layer, and whatever else has no pretrained weights.
         """
         if start == SCRATCH:
             return module
         known = self.starts[start]
-        return adapted(module, self.ways[way], known.fresh or known.last)
+        return adapted(module, self.ways[way], {*known.fresh, *known.last})
 
     def trials(self, root: Path, log: "RunLog") -> list["Trial"]:
         """Return all trainings, each after the one that it needs: scratch in full, starts in every way."""
