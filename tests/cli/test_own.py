@@ -20,7 +20,7 @@ from lightning_taskinfo import (
     task_distance,
 )
 from lightning_taskinfo.cli import COMMANDS, main
-from lightning_taskinfo.cli._own import Network
+from lightning_taskinfo.cli._own import Network, _loader
 from lightning_taskinfo.tasks import Training
 from lightning_taskinfo.transfer import StartRanking, transfer
 from tests.cli.conftest import FILE
@@ -323,3 +323,12 @@ def test_a_network_can_be_sent_to_another_process():
 
     make = pickle.loads(pickle.dumps(Network(Net, {"width": 3})))
     assert make().net[0].out_features == 3
+
+
+def test_parts_that_a_data_module_splits_at_random_do_not_overlap(mine):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    parts = [_loader(mine.Split(), part).dataset for part in ("train", "test")]
+    assert torch.equal(torch.rand(1), expected)
+    assert not {*parts[0].indices} & {*parts[1].indices}

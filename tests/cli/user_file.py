@@ -3,7 +3,7 @@
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
 
 class Net(pl.LightningModule):
@@ -67,6 +67,21 @@ class Data(pl.LightningDataModule):
 
     def predict_dataloader(self):
         return self.loader(2, 200)
+
+
+class Split(Data):
+    """Its training and test samples are parts of one set, split anew at every set-up."""
+
+    def setup(self, stage):
+        super().setup(stage)
+        x = torch.arange(40.0)[:, None].expand(40, 4)
+        self.parts = random_split(TensorDataset(x, torch.arange(40) % 3), [20, 20])
+
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], batch_size=20)
+
+    def test_dataloader(self):
+        return DataLoader(self.parts[1], batch_size=20)
 
 
 class FewInputs(Data):

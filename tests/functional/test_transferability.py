@@ -65,6 +65,13 @@ def test_logme_of_many_classes_is_that_of_their_columns():
     torch.testing.assert_close(logme(features, labels), torch.stack(one_by_one).mean())
 
 
+def test_logme_leaves_out_columns_of_equal_labels():
+    generator = torch.Generator().manual_seed(0)
+    features, labels = torch.randn(2, 40, 3, generator=generator)
+    constant = torch.cat([labels, torch.full((40, 1), 2.0)], 1)
+    torch.testing.assert_close(logme(features, constant), logme(features, labels))
+
+
 def test_logme_of_real_labels():
     features, _ = task(30, 4)
     labels = features @ torch.tensor([[1.0, 0], [0, 2], [0, 0], [0, 0]]).double() + 0.3

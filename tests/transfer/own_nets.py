@@ -3,7 +3,7 @@
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 
@@ -59,6 +59,56 @@ class Normalised(Net):
     def on_after_batch_transfer(self, batch, dataloader_idx):
         x, y = batch
         return -x, y
+
+
+class Percent(Net):
+    """Logs its accuracy in percent."""
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("accuracy", 100 * (self(x).argmax(1) == y).float().mean())
+
+
+class Slower(Net):
+    """Learns at another rate."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.001)
+
+
+class YesOrNo(Net):
+    """Says yes or no by one logit, of targets that are whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(classes=1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return binary_cross_entropy_with_logits(self(x)[:, 0], y.float())
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("test_error", ((self(x)[:, 0] > 0) != y.bool()).float().mean())
+
+
+class Places(pl.LightningModule):
+    """Three classes at each place, on the axis that it is told; it puts out what it gets."""
+
+    def __init__(self, axis: int = 1) -> None:
+        super().__init__()
+        self.axis = axis
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scale * x.view(len(x), -1, 3)
+        return scores.movedim(-1, self.axis)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return cross_entropy(self(x).movedim(self.axis, 1), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 class Validated(Net):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, StochasticWeightAveraging
 
+from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.mixins import MutualInformationMixin
 from lightning_taskinfo.regularizers import MutualInformation
 from lightning_taskinfo.transfer import TransferReport, transfer
@@ -28,11 +29,15 @@ from tests.transfer.own_nets import (
     Net,
     Normalised,
     Other,
+    Percent,
+    Places,
     Regression,
+    Slower,
     SomeSamples,
     TextData,
     TextNet,
     Validated,
+    YesOrNo,
     clusters,
     freeze_first,
 )
@@ -120,6 +125,9 @@ def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(refe
         run(grown, starts={"four": pretrained(Net, steps=9, classes=4)})
     with pytest.raises(ValueError, match=r"(?s)data.training"):
         run(grown, data={**DATA, "train": clusters(90, 3, seed=3)})
+    Slower.__qualname__ = "Net"  # the same class, changed by its author
+    with pytest.raises(ValueError, match=r"(?s)optimizers.*0\.02.* there.*0\.001.* now"):
+        run(grown, make=Slower)
 
 
 def test_all_starts_of_a_seed_have_the_same_labels_in_equal_shares(monkeypatch):
@@ -173,6 +181,28 @@ def test_a_head_that_fits_is_taken_and_one_that_does_not_is_fresh():
     )
     errors = {name: report.cell(name, 12)[0].test["test_error"] for name in report.methods}
     assert errors["whole"] < min(errors["body"], errors["scratch"])
+
+
+def test_a_linear_way_trains_the_last_layer_and_what_is_fresh(tmp_path):
+    state = {name: w for name, w in pretrained(Net).items() if name != "body.0.bias"}
+    run(tmp_path, starts={"a": state}, adapt=["linear"], seeds=1, trainer={"max_steps": 1})
+    stored = tmp_path / "stages" / "a-linear-12-seed0" / "weights.pt"
+    kept = torch.load(stored, weights_only=True)
+    assert {*kept} == {"body.0.bias", "head.weight", "head.bias"}
+
+
+def test_parts_that_were_compiled_are_found_by_their_names(reference):
+    state = pretrained(Net, classes=4)
+    compiled = {name.replace(".0.", ".0._orig_mod."): tensor for name, tensor in state.items()}
+    found = run(starts={"four": compiled})
+    assert found.cell("four", 12)[0].test == reference[0].cell("four", 12)[0].test
+
+
+def test_statistics_that_a_start_does_not_have_are_warned_about():
+    state = pretrained(Net, classes=4)
+    state = {name: tensor for name, tensor in state.items() if "running" not in name}
+    with pytest.warns(TaskInfoWarning, match=r"`starts\['four'\]` has no body.1.running_mean"):
+        run(starts={"four": state}, seeds=1, trainer={"max_steps": 1})
 
 
 KEPT = "the last layer too; if its classes are others, leave it out of the state dict"
@@ -317,6 +347,25 @@ def test_regression_is_compared_by_its_squared_error():
     assert [measure.name for measure in report.measures] == ["squared error"]
     assert not report.measures[0].higher
     assert "squared error" in report.to_markdown()
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_the_plain_error_of_places_is_on_either_axis_of_the_classes(axis):
+    x = torch.randn(40, 15, generator=torch.Generator().manual_seed(0))
+    right = x.view(40, 5, 3).argmax(2)
+    y = torch.where(torch.arange(5) < 2, (right + 1) % 3, right)  # wrong at two places of five
+    make = functools.partial(Places, axis)
+    report = run(
+        make=make, data={"train": (x, y), "test": (x, y)}, starts={"a": make}, metric=None, seeds=1
+    )
+    assert [result.test["error"] for result in report.results] == pytest.approx([0.4, 0.4])
+
+
+def test_one_logit_is_compared_by_a_metric():
+    data = {"train": clusters(90, 2), "test": clusters(60, 2, seed=1)}
+    report = run(make=YesOrNo, data=data, starts={"again": YesOrNo}, seeds=1)
+    one, other = (result.test["test_error"] for result in report.results)
+    assert one == other < 0.5
 
 
 def test_a_higher_metric_can_be_better(reference):
@@ -480,6 +529,8 @@ NOT_FINITE = (DATA["train"][0].clone(), DATA["train"][1])
 NOT_FINITE[0][5, 0] = float("nan")
 FEW_LABELS = (DATA["train"][0], DATA["train"][1].clone())
 FEW_LABELS[1][4:] = -100
+YES = (DATA["train"][0], (DATA["train"][1] > 0).float())
+SQUARE = (torch.randn(30, 9), torch.randint(3, (30, 3)))
 BAD = {
     "a state dict that does not fit": (
         {"starts": {"a": Deep().state_dict()}},
@@ -570,6 +621,50 @@ BAD = {
     "a test label out of range": (
         {"data": {"train": DATA["train"], "test": OUT_OF_RANGE}},
         "`data` must have classes from 0 to 2, the outputs of Net, got 7",
+    ),
+    "two networks in one": (
+        {
+            "starts": {
+                "a": {
+                    f"{who}.{name}": w
+                    for who in ("student", "teacher")
+                    for name, w in Net().state_dict().items()
+                }
+            }
+        },
+        r"`starts\['a'\]` must hold one set of weights for `model`, got 'student.' and 'teacher.'",
+    ),
+    "no steps": ({"trainer": {"max_steps": 0}}, "`trainer` must train .* got max_steps=0"),
+    "an accuracy in percent": (
+        {"make": Percent, "metric": "accuracy"},
+        "`metric` must be a share if it is 'accuracy', got",
+    ),
+    "yes and no as real numbers without a metric": (
+        {
+            "make": Regression,
+            "metric": None,
+            "starts": {"a": Regression},
+            "data": {"train": YES, "test": YES},
+        },
+        "`metric` must be given where targets are 0 and 1 as real numbers",
+    ),
+    "one logit without a metric": (
+        {
+            "make": YesOrNo,
+            "metric": None,
+            "starts": {"a": YesOrNo},
+            "data": {"train": clusters(90, 2), "test": clusters(60, 2)},
+        },
+        "`data` must have classes from 0 to 0, the outputs of YesOrNo, got 1",
+    ),
+    "places of as many classes": (
+        {
+            "make": Places,
+            "metric": None,
+            "starts": {"a": Places},
+            "data": {"train": SQUARE, "test": SQUARE},
+        },
+        "`metric` must be given where outputs are no scores of classes, or their axis is not plain",
     ),
     "a misspelled option": (
         {"trainer": {"max_step": 3}},

@@ -270,6 +270,31 @@ def test_scratch_is_repeated_with_weights_of_its_own_if_it_is_a_function():
     assert rank() == thrice
 
 
+def test_functions_that_draw_weights_give_the_same_ranking_and_leave_the_generators():
+    def rank(seed):
+        torch.manual_seed(seed)
+        starts = {"a": Body(4), "drawn": lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))}
+        torch.manual_seed(seed)
+        found = rank_starts(starts, target(), progress=False)
+        return found["drawn"].missed, torch.rand(1).item()
+
+    (missed, after), (again, other) = rank(1), rank(2)
+    assert missed == again
+    assert after != other
+    torch.manual_seed(1)
+    assert after == torch.rand(1).item()
+
+
+def test_a_ranking_that_scratch_leads_says_which_starts_help_frozen(ranking):
+    starts = [replace(start, frozen_call="helps") for start in ranking.starts]
+    scratch = starts[0].name
+    said = replace(ranking, starts=tuple(starts), scratch=scratch).reading()
+    assert "no other start is ahead of the untrained one when all is fine-tuned" in said
+    assert all(start.name in said for start in starts[1:])
+    none = replace(ranking, scratch=scratch).reading()
+    assert "when all is fine-tuned" not in none
+
+
 def test_a_call_is_one_sided():
     squares = {name: randn(200, seed=seed) for seed, name in enumerate(("scratch", "start"))}
     squares["scratch"] += 0.15
