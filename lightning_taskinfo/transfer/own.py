@@ -1,6 +1,5 @@
 """The user's own recipe: their module, from each of their starts, adapted in each way, on a few target labels."""
 
-import inspect
 import json
 import math
 import re
@@ -318,13 +317,14 @@ def _plain(options: Values) -> Values:
 
 
 def _told(option: Any) -> Values:
-    """What an option that is no plain value is known by."""
-    known: Values = {"kind": type(option).__qualname__}
-    for name in inspect.signature(type(option)).parameters:
-        value = getattr(option, name, None)
-        if isinstance(value, bool | int | float | str):
-            known[name] = value
-    return known
+    """What an option that is no plain value is known by: its kind, and its plain attributes or its text."""
+    said = str(option)
+    known: Values = {"kind": type(option).__qualname__, "text": said}
+    if " at 0x" in said:  # another one in each process
+        del known["text"]
+    attributes = getattr(option, "__dict__", {})
+    plain = {name: x for name, x in attributes.items() if isinstance(x, bool | int | float | str)}
+    return known | plain
 
 
 def _optimizer(optimizer: Any) -> Values:

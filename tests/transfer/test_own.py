@@ -1,22 +1,25 @@
 """``transfer`` with a user's own module, data and starts."""
 
+import copy
 import functools
 import json
 import pickle
 import shutil
 import time
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from pytorch_lightning.callbacks import EarlyStopping, StochasticWeightAveraging
+from pytorch_lightning.callbacks import Callback, EarlyStopping, StochasticWeightAveraging
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.mixins import MutualInformationMixin
 from lightning_taskinfo.regularizers import MutualInformation
 from lightning_taskinfo.transfer import TransferReport, transfer
+from lightning_taskinfo.transfer.own import _plain
 from lightning_taskinfo.transfer.starts import Start
 from lightning_taskinfo.transfer.training import Trial
 from tests.ranks import forked
@@ -45,6 +48,14 @@ from tests.transfer.results import same
 
 DATA = {"train": clusters(90, 3), "test": clusters(60, 3, seed=1)}
 TRAINER = {"max_epochs": 4}
+
+
+class GradientClipping(Callback):
+    """A callback of a user's own, without a state."""
+
+    def __init__(self, largest):
+        self.largest = largest
+        self.names = functools.partial(int)
 
 
 @functools.cache
@@ -740,6 +751,22 @@ def test_other_callbacks_or_another_function_of_the_same_name_are_refused(tmp_pa
     stop = EarlyStopping("train_loss", check_on_train_epoch_end=True)
     with pytest.raises(ValueError, match=r"(?s)trainer\.callbacks"):
         run(tmp_path, seeds=1, trainer={**TRAINER, "callbacks": [stop]})
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (timedelta(minutes=1), timedelta(minutes=2)),
+        (EarlyStopping("loss", patience=1), EarlyStopping("loss", patience=2)),
+        (GradientClipping(1.0), GradientClipping(2.0)),
+    ],
+    ids=["time", "patience", "own callback"],
+)
+def test_options_are_told_apart_by_their_plain_values(one, other):
+    first, again, second = (
+        _plain({"accelerator": "cpu", "it": x}) for x in (one, copy.deepcopy(one), other)
+    )
+    assert json.loads(json.dumps(first)) == again != second
 
 
 def test_predictions_that_are_no_numbers_have_no_error():
