@@ -29,7 +29,7 @@ from environment import environment
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_taskinfo import FisherTrace, InformationInWeights, LocalMinimum, TrainStepNorms
+from lightning_taskinfo import FisherTrace, HardSamples, InformationInWeights, LocalMinimum
 
 warnings.filterwarnings("ignore")
 for namespace in ("lightning.pytorch", "pytorch_lightning"):
@@ -75,9 +75,9 @@ LONG, SHORT = 200, 50  # steps of an epoch
 EPOCHS = 4
 TRAININGS = 20  # in which steps take turns: one of them says less than a callback costs
 EACH_STEP = {
-    "TrainStepNorms()": TrainStepNorms,
-    'TrainStepNorms(rank_by="squared_norm")': lambda: TrainStepNorms(rank_by="squared_norm"),
-    "TrainStepNorms(norms=False)": lambda: TrainStepNorms(norms=False),
+    "HardSamples()": HardSamples,
+    'HardSamples(rank_by="squared_norm")': lambda: HardSamples(rank_by="squared_norm"),
+    "HardSamples(norms=False)": lambda: HardSamples(norms=False),
 }
 DEFAULTS = 1.03  # the ratio that is aimed at
 VARIANTS = {
@@ -92,7 +92,7 @@ VARIANTS = {
     ),
     "all three": (LONG, DEFAULTS, lambda: [FisherTrace(), InformationInWeights(), LocalMinimum()]),
     "LocalMinimum()": (SHORT, DEFAULTS, lambda: [LocalMinimum()]),
-    "TrainStepNorms()": (LONG, DEFAULTS, lambda: [TrainStepNorms()]),
+    "HardSamples()": (LONG, DEFAULTS, lambda: [HardSamples()]),
     **{name: (SHORT, None, lambda one=one: [one()]) for name, one in [*EACH_STEP.items()][1:]},
 }
 

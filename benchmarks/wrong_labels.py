@@ -10,9 +10,10 @@ one seed with 10 % wrong labels and two epochs, which favoured the loss; samples
   10, 20 or 40 % of the labels are replaced by another class, chosen evenly; five seeds (samples, labels, initial
   weights, batches). A CNN for the images; for the sentences a BERT of two layers from Hugging Face's transformers, not
   pretrained, with its dropout. Adam, rate 1e-3, batches of 64, 20 epochs, no augmentation. 60 trainings.
-- **Scores**, all read by ``TrainStepNorms`` off the same steps, for every sample of every batch: ``loss``, the mean
-  training loss over all epochs; ``squared_norm``, the mean squared gradient norm over all epochs; beside them
-  ``last_loss``, the loss in the last epoch alone.
+- **Scores**, all by ``HardSamples``, for every sample of every batch: ``loss``, the mean training loss over all epochs;
+  ``squared_norm``, the mean squared gradient norm over all epochs, measured after each step in eval mode; beside them
+  ``last_loss``, the loss in the last epoch alone. (In a first run norms were those of the training step itself, with
+  its dropout masks. The measures below were the same to 0.01 where that was compared, and the decision, too.)
 - **Measures.** The area under the ROC curve of a score for finding the replaced labels; the share of replaced labels
   among the tenth of the samples with the largest scores (its limit is 1 in all settings). After 5, 10 and 20 epochs;
   20 counts.
@@ -39,7 +40,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_taskinfo import TrainStepNorms
+from lightning_taskinfo import HardSamples
 from lightning_taskinfo.data import load_digits, load_npz
 
 warnings.filterwarnings("ignore")
@@ -160,7 +161,7 @@ class Classifier(pl.LightningModule):
 class AtEpochs(pl.Callback):
     """Keeps what the samples' scores are after each epoch."""
 
-    def __init__(self, norms: TrainStepNorms) -> None:
+    def __init__(self, norms: HardSamples) -> None:
         self.norms = norms
         self.after = {}
 
@@ -190,7 +191,7 @@ def run(name: str, share: float, seed: int, folder: Path | None, epochs: tuple[i
     labels, wrong = mislabelled(y, classes, share, seed)
     torch.manual_seed(seed)
     model = Classifier(bert(classes) if name == "sentences" else cnn(x.shape[1:], classes))
-    norms = TrainStepNorms(max_samples=BATCH, rank_by="squared_norm", every_n_steps=100)
+    norms = HardSamples(max_samples=BATCH, rank_by="squared_norm")
     watch = AtEpochs(norms)
     trainer = pl.Trainer(
         max_epochs=max(epochs),

@@ -91,7 +91,7 @@ def _read(name: str) -> Any:
 def _callbacks_summary() -> str:
     networks = _read("callbacks.json")["results"].values()
     parts = []
-    for name in ("FisherTrace()", "InformationInWeights()", "TrainStepNorms()"):
+    for name in ("FisherTrace()", "InformationInWeights()", "HardSamples()"):
         shares = [100 * network["ratios"][name]["own"] for network in networks]
         parts.append(f"`{name}`: {min(shares):.1f} to {max(shares):.1f} % of an epoch")
     return "; ".join(parts)

@@ -31,10 +31,10 @@ from tqdm.auto import tqdm
 
 from lightning_taskinfo import (
     FisherTrace,
+    HardSamples,
     InformationInWeights,
     Prior,
     Stages,
-    TrainStepNorms,
     TransferDataModule,
     TransferReport,
     certify,
@@ -192,7 +192,7 @@ def find_wrong_labels(seed: int, settings: dict[str, Any]) -> dict[str, Any]:
     given[:k] = (given[:k] + torch.randint(1, 10, (k,), generator=generator)) % 10
 
     pl.seed_everything(seed, verbose=False)
-    samples = TrainStepNorms()
+    samples = HardSamples()
     fit(Digits(), x, given, max_epochs=settings["epochs_with_wrong_labels"], callbacks=[samples])
     first = samples.samples.ranking()[:k]
     return {

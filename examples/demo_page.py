@@ -365,7 +365,7 @@ def weights_details(results: dict[str, Any]) -> str:
         f"{settings['epochs']} epochs, {settings['seeds']} seeds; means and 95 % intervals. Watched by "
         "<code>InformationInWeights</code> and <code>FisherTrace</code>.</p>"
         f"{html_table(['random labels', *columns.values()], table)}"
-        f"<p>Wrong labels were found by <code>TrainStepNorms</code> among "
+        f"<p>Wrong labels were found by <code>HardSamples</code> among "
         f"{settings['samples_with_wrong_labels']} images, in {settings['epochs_with_wrong_labels']} epochs.</p>"
     )
 

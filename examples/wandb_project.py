@@ -23,7 +23,7 @@ from pytorch_lightning.loggers import WandbLogger
 from reference import Classifier
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_taskinfo import FisherTrace, InformationInWeights, TrainStepNorms
+from lightning_taskinfo import FisherTrace, HardSamples, InformationInWeights
 from lightning_taskinfo.data import load_dataset
 
 os.environ.setdefault("WANDB_SILENT", "true")
@@ -65,7 +65,7 @@ def train(share: float, seed: int, folder: Path, *, samples: int, epochs: int) -
         callbacks=[
             fisher,
             InformationInWeights(every_n_epochs=max(1, epochs // 10)),
-            TrainStepNorms(),
+            HardSamples(),
         ],
         enable_checkpointing=False,
         enable_model_summary=False,

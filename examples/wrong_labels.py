@@ -1,6 +1,6 @@
 """Find wrong labels: which digits did the network have to learn by heart?
 
-A tenth of the labels is replaced by another class. ``TrainStepNorms`` follows the loss of each sample through an
+A tenth of the labels is replaced by another class. ``HardSamples`` follows the loss of each sample through an
 ordinary training; the samples that were hardest to learn come first, and most of them are the wrong ones.
 """
 
@@ -18,7 +18,7 @@ from reference import Classifier
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_taskinfo import SampleScores, TrainStepNorms
+from lightning_taskinfo import HardSamples, SampleScores
 from lightning_taskinfo.data import load_dataset
 
 for namespace in ("lightning.pytorch", "pytorch_lightning"):
@@ -41,7 +41,7 @@ def with_wrong_labels(labels: Tensor, classes: int) -> Tensor:
 # %% An ordinary training, and one callback
 def train(images: Tensor, labels: Tensor, classes: int, epochs: int) -> SampleScores:
     pl.seed_everything(0, verbose=False)
-    callback = TrainStepNorms()
+    callback = HardSamples()
     trainer = pl.Trainer(
         max_epochs=epochs,
         accelerator="cpu",

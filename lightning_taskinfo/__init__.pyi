@@ -8,7 +8,7 @@ from lightning_taskinfo.callbacks import (
     LocalMinimum as LocalMinimum,
     PACBayesCertificate as PACBayesCertificate,
     SampleScores as SampleScores,
-    TrainStepNorms as TrainStepNorms,
+    HardSamples as HardSamples,
 )
 from lightning_taskinfo.certificates import Prior as Prior, certify as certify
 from lightning_taskinfo.fisher import FisherInformation as FisherInformation

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_taskinfo.callbacks import (
     FisherTrace,
+    HardSamples,
     InformationInWeights,
     LocalMinimum,
     PACBayesCertificate,
-    TrainStepNorms,
 )
 from lightning_taskinfo.certificates import Prior, certify
 from lightning_taskinfo.fisher import (
@@ -189,7 +189,7 @@ def on_meta(callback: Any) -> Any:
         lambda: InformationInWeights(every_n_steps=2),
         lambda: InformationInWeights(every_n_steps=2, structure="kron"),
         lambda: LocalMinimum(every_n_steps=2),
-        lambda: TrainStepNorms(every_n_steps=2),
+        lambda: HardSamples(every_n_steps=2),
         lambda: PACBayesCertificate(draws=20, betas=(1.0,), prior_origin="random"),
     ],
     ids=[

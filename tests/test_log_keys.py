@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_taskinfo import (
     FisherTrace,
+    HardSamples,
     InformationInWeights,
     LocalMinimum,
     PACBayesCertificate,
-    TrainStepNorms,
     rank_starts,
 )
 from lightning_taskinfo.transfer import PENALTIES, log_to_wandb, transfer
@@ -123,7 +123,7 @@ class Classifier(pl.LightningModule):
 def test_callbacks():
     callbacks = [
         FisherTrace(every_n_steps=2),
-        TrainStepNorms(every_n_steps=2, name="every_step"),
+        HardSamples(every_n_steps=2, name="every_step"),
         InformationInWeights(),
         LocalMinimum(max_samples=20, draws=3),
         PACBayesCertificate(prior_origin="random initialisation", draws=10, betas=(1.0,)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_taskinfo.callbacks import TrainStepNorms
+from lightning_taskinfo.callbacks import HardSamples
 from tests.callbacks.runs import PROBES, Classifier, Noisy, fit, random_states, same
 
 MEASURED_AT_START = True
@@ -28,8 +28,8 @@ def outcome(folder, *callbacks, **arguments):
 
 
 def every_step(data):
-    if data == "train_step":
-        return [TrainStepNorms(every_n_steps=1, max_samples=n, name=f"{n}") for n in (3, 8)]
+    if data == "samples":
+        return [HardSamples(every_n_steps=1, max_samples=n, name=f"{n}") for n in (3, 8)]
     return [probe(every_n_steps=1, data=data, max_samples=12) for probe in PROBES.values()]
 
 
@@ -44,7 +44,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("data", ["train_batch", "train", "train_step"])
+@pytest.mark.parametrize("data", ["train_batch", "train", "samples"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_checkpoint_and_random_states(tmp_path, variant, data):
     alone = outcome(tmp_path, loader=noisy_loader(), **VARIANTS[variant])
@@ -52,14 +52,14 @@ def test_checkpoint_and_random_states(tmp_path, variant, data):
     watched = outcome(tmp_path, *probes, loader=noisy_loader(), **VARIANTS[variant])
     same(alone, watched)
     assert all(gradient is not None for gradient in alone[2])
-    start = data != "train_step"
+    start = data != "samples"
     assert all(len(probe.history) == watched[0]["global_step"] + start for probe in probes)
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_probe_of_the_training_step_beside_the_others_in_any_order(tmp_path, first):
     def step():
-        return TrainStepNorms(every_n_steps=1, name="step")
+        return HardSamples(every_n_steps=1, name="step")
 
     alone, by_itself, beside = outcome(tmp_path), step(), step()
     outcome(tmp_path, by_itself)
@@ -89,7 +89,7 @@ def test_with_workers_and_validation(tmp_path):
         alone,
         run(
             *every_step("train"),
-            *every_step("train_step"),
+            *every_step("samples"),
             *(p(every_n_steps=1, data="val", name="v") for p in PROBES.values()),
         ),
     )

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from lightning_taskinfo._batches import Reader, read_batch
-from lightning_taskinfo.callbacks import FisherTrace, LocalMinimum, TrainStepNorms
+from lightning_taskinfo.callbacks import FisherTrace, HardSamples, LocalMinimum
 from lightning_taskinfo.callbacks.report import summary
 from lightning_taskinfo.callbacks.source import Source, read_samples
 from tests.callbacks.runs import PROBES, Classifier, Noisy, digits, fit, make_trainer, read_csv
@@ -572,7 +572,7 @@ def test_tensors_are_read_as_they_are_and_a_dataset_with_a_state_from_a_copy():
 def test_another_callback_may_hold_a_probe(tmp_path):
     class Holder(pl.Callback):
         def __init__(self) -> None:
-            self.probe = TrainStepNorms()
+            self.probe = HardSamples()
 
         def on_fit_start(self, *arguments):
             self.probe.on_fit_start(*arguments)

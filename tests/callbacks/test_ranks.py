@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from lightning_taskinfo._batches import Reader
 from lightning_taskinfo.callbacks import (
     FisherTrace,
+    HardSamples,
     InformationInWeights,
     LocalMinimum,
-    TrainStepNorms,
 )
 from tests.callbacks.runs import Classifier, Noisy, digits, fit
 
@@ -122,7 +122,7 @@ class Batch(FisherTrace):
 
 def test_the_batches_of_two_processes_are_one_batch(tmp_path):
     probe = Batch(every_n_steps=1, max_samples=9, labels="sampled")
-    step = TrainStepNorms(every_n_steps=1, name="step")
+    step = HardSamples(every_n_steps=1, name="step")
     first, second = on_two_ranks(
         tmp_path, probe, step, loader=DataLoader(digits(24), batch_size=12)
     )
@@ -133,6 +133,9 @@ def test_the_batches_of_two_processes_are_one_batch(tmp_path):
     close(first[1], second[1])
     x, y = digits(24).tensors
     model, total = Plain(), []
+    optimizer = model.configure_optimizers()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()  # norms are measured after it
     for n in range(24):
         loss = nn.functional.cross_entropy(model(x[n : n + 1]), y[n : n + 1])
         total.append(
@@ -149,12 +152,17 @@ class Scores(pl.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         x, y = batch
+        with torch.no_grad():
+            self.losses = nn.functional.cross_entropy(pl_module.net(x), y, reduction="none")
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        x, y = batch
         net = copy.deepcopy(pl_module.net)
         for n in range(len(x)):
             loss = nn.functional.cross_entropy(net(x[n : n + 1]), y[n : n + 1])
             norm = sum(g.square().sum() for g in torch.autograd.grad(loss, [*net.parameters()]))
             index = (digits(26).tensors[0] == x[n]).all(1).nonzero().item()
-            self.steps.append((index, loss.item(), norm.item()))
+            self.steps.append((index, self.losses[n].item(), norm.item()))
 
     def on_train_end(self, trainer, pl_module):
         samples = self.norms.samples
@@ -168,7 +176,7 @@ def test_two_processes_know_all_samples_and_so_does_a_checkpoint(tmp_path):
     """Shuffled, 26 samples in batches of 5: processes repeat samples where they come to an end."""
 
     def run(max_epochs, ckpt_path=None):
-        norms = TrainStepNorms(rank_by="squared_norm")
+        norms = HardSamples(rank_by="squared_norm")
         checkpoints = ModelCheckpoint(tmp_path, save_last=True)
         loader = DataLoader(digits(26), batch_size=5, shuffle=True)
         arguments = {

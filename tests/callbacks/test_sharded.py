@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader
 
 from lightning_taskinfo.callbacks import (
     FisherTrace,
+    HardSamples,
     InformationInWeights,
     LocalMinimum,
     PACBayesCertificate,
-    TrainStepNorms,
 )
 from lightning_taskinfo.fisher.measure import Measurement
 from tests.callbacks.runs import Classifier, digits, fit
@@ -58,7 +58,7 @@ def probes():
         FisherTrace(every_n_steps=1, data="train", max_samples=13, labels="exact", name="uneven"),
         FisherTrace(every_n_steps=1, data="train", max_samples=13, mc_samples=2, name="sampled"),
         FisherTrace(every_n_steps=1, data="train", max_samples=2, labels="exact", name="one each"),
-        TrainStepNorms(every_n_steps=1, max_samples=24, name="step"),
+        HardSamples(every_n_steps=1, max_samples=24, name="step"),
         LocalMinimum(every_n_steps=1, max_samples=13),
     ]
 

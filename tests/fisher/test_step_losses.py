@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_taskinfo.fisher import train_step
-from lightning_taskinfo.fisher.train_step import StepLosses, losses_of
+from lightning_taskinfo.fisher import step_losses
+from lightning_taskinfo.fisher.step_losses import StepLosses, losses_of
 
 N, T, C = 6, 4, 5
 
@@ -139,7 +139,7 @@ def test_a_checkpointed_loss_is_read_and_the_backward_pass_goes_on(generator):
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("same", [True, False])
 def test_what_was_read_does_not_change_with_outputs_and_labels(same, small, generator, monkeypatch):
-    monkeypatch.setattr(train_step, "COPIED", N * C if small else N * C - 1)
+    monkeypatch.setattr(step_losses, "COPIED", N * C if small else N * C - 1)
     out, y = outputs(N, C, generator=generator), torch.arange(N) % C
     log_prob = out.log_softmax(1)
     found = read(F.nll_loss(log_prob, y), y if same else y.clone()).later()
@@ -171,40 +171,6 @@ def test_one_sample_in_the_place_of_another_is_seen(shape, generator):
     other[:2] = y[:2].flip(0)
     assert read(F.mse_loss(out, y.clone()), y).problem is None
     assert "in their order" in read(F.mse_loss(out, other), y).problem
-
-
-# Where the samples are
-
-
-def test_the_samples_are_where_the_one_loss_reads_them(generator):
-    out, y = outputs(N, C, generator=generator), torch.arange(N) % C
-    logits = 3 * out
-    root = read(F.mse_loss(logits, F.one_hot(y, C).float()), F.one_hot(y, C)).root
-    assert root.node is logits.grad_fn
-    tokens = F.cross_entropy(out.repeat_interleave(2, 0), y.repeat_interleave(2))
-    assert read(tokens, y.repeat_interleave(2).view(N, 2)).root is not None
-    assert read(permuted(out, y), y).root is None  # in another order
-    assert read(tokens, None).root is None  # in an order that is not known
-
-
-def own(out, y):
-    return 2 * (out.logsumexp(1) - (out * F.one_hot(y, C)).sum(1)).mean() + 1
-
-
-@pytest.mark.parametrize(
-    ("loss", "known"),
-    [
-        (own, True),
-        (soft, True),
-        (two, True),
-        (lambda out, y: (out @ out.T).square().mean(), False),
-        (lambda out, y: out.T.square().mean(), False),
-        (lambda out, y: out[:4].square().mean(), False),
-    ],
-)
-def test_a_loss_of_ones_own_is_a_mean_of_rows_of_samples_on_one_axis(loss, known, generator):
-    out, y = outputs(N, C, generator=generator), torch.arange(N) % C
-    assert (read(loss(out, y), y).root is not None) == known
 
 
 def test_what_is_kept_of_targets_that_are_trained_holds_no_graph(generator):

@@ -1,4 +1,4 @@
-"""Read each sample's loss and gradient norm off the training step, and find the samples that are learned by heart."""
+"""Follow the loss and the gradient norm of each sample through a training, and find those that are hard to learn."""
 
 import math
 from array import array
@@ -26,7 +26,8 @@ from lightning_taskinfo.callbacks.source import (
     summed,
 )
 from lightning_taskinfo.fisher.accumulators import TraceSums
-from lightning_taskinfo.fisher.train_step import StepLosses, StepNorms, losses_of
+from lightning_taskinfo.fisher.measure import squared_norms_by_name
+from lightning_taskinfo.fisher.step_losses import StepLosses, losses_of
 from lightning_taskinfo.plotting import plot_ranking
 
 if TYPE_CHECKING:
@@ -185,101 +186,73 @@ def as_index(numbers: Any) -> Tensor:
     raise ValueError(f"{ONE_EACH} sample, from 0 to {LARGEST}, got {str(numbers)[:80]}.")
 
 
-class TrainStepNorms(Probe):
-    r"""Find the samples that are learned by heart, from the training step as it is.
+class HardSamples(Probe):
+    r"""Find the samples that are hard to learn, such as those with a wrong label.
 
-    Each sample's loss, and the squared norm of its gradient, are read off the training step's own
-    forward pass, with its dropout masks and precision; norms take one more backward pass over it.
-    Both are averaged over the steps in which the sample was trained on. ``callback.samples`` ranks
-    the samples, ``print`` shows the first of them, and the loggers get table and figure at the end
-    of training. Samples are numbered as in the training loader's dataset:
-    ``loader.dataset[index]``. The module and its batches stay as they are: the callback notes the
-    numbers that the loader's sampler draws.
+    The loss of each sample is read off the training step itself, in every step, with its dropout
+    masks and precision. The squared norm of its gradient, by its own label, is measured after the
+    steps whose values are logged, as by ``FisherTrace(labels="empirical")``: in eval mode, of the
+    first ``max_samples`` samples of the batch. Both are averaged over the steps in which they were
+    read. ``callback.samples`` ranks the samples, ``print`` shows the first of them, and the loggers
+    get table and figure at the end of training. Samples are numbered as in the training loader's
+    dataset: ``loader.dataset[index]``. The module and its batches stay as they are: the callback
+    notes the numbers that the loader's sampler draws.
 
-    ``squared_gradient_norm``, the mean over the measured samples of a batch, is logged with its
-    standard error and its layers. With the dataset's labels it is the trace of the empirical Fisher
-    information, times what the training
-    adds: penalties of the outputs are part of it, and so is a mean over tokens or pixels. A
-    BatchNorm in train mode mixes the samples of a batch; norms are then those of each sample's
-    contribution to the batch's gradient, times the batch size. Lightning's division by
-    ``accumulate_grad_batches`` and the gradient scaler's scale are undone.
+    Logged are ``sample_loss``, the mean loss of a batch's samples, and ``squared_gradient_norm``,
+    the trace of the empirical Fisher information, with its standard error and its layers.
 
     Losses can be read for cross-entropy, binary cross-entropy and squared errors of torch, which
-    Hugging Face models use, too. Norms can be read of every network in which it can be shown which
-    sample each row belongs to, by a few more backward passes over the first step, and over every
-    step of a network that moves rows by their values. They are not read under gradient
-    checkpointing. What cannot be read is said at the first step.
+    Hugging Face models use, too; without weights of classes and label smoothing. What cannot be
+    read is said at the first step.
 
     Args:
-        every_n_steps: Optimizer steps between two values that are logged; a shorter training logs
-            those of its last step. Samples are followed in all steps.
-        norms: Whether gradient norms are read: in the steps whose values are logged, or in all
-            where they rank the samples. Without them, losses of any network can be followed.
-        max_samples: Norms of at most this many samples of a batch are read in a step, on each
-            process; other ones the next time.
-        rank_by: What ranks the samples: ``"loss"`` or ``"squared_norm"``.
-        loss_reduction: Whether the loss of a training step is the ``"mean"`` or the ``"sum"`` over
-            the samples of its batch.
-        per_layer: Whether to log a value for each layer as well.
-        group_fn: The layer that a parameter counts for, by its name in ``named_parameters()``; its
-            module by default.
-        name: Prefix of the logged names, and identity in checkpoints; give two callbacks different
-            names.
-        batch_fn: Picks ``(inputs, targets)`` out of a batch; needed where the batch does not say it
-            plainly. Targets are what the loss sees, in its order.
+        rank_by: What ranks the samples: ``"loss"``, or ``"squared_norm"``, which is then measured
+            after every step unless a schedule is given.
+        norms: Whether gradient norms are measured. Without them the network is not run.
+        max_samples: Norms of at most this many samples of a batch are measured, over all processes
+            together.
         index_fn: Picks the numbers of the samples out of a batch; needed where the loader does not
             know them, as with an iterable dataset, or where ``collate_fn`` or a hook changes the
             order of samples.
+        **probe: When to log, and how to read batches, see
+            :class:`~lightning_taskinfo.callbacks.Probe`. Targets are what the loss sees, in its
+            order. A training that is shorter than the schedule logs values at its end.
 
     Raises:
         ValueError: If an argument is out of its range.
 
     Example::
 
-        callback = TrainStepNorms()
+        callback = HardSamples()
         Trainer(callbacks=[callback]).fit(module, loader)
         print(callback.samples)  # the ten most suspicious samples
     """
 
     default_every_n_steps = 500
-    default_at_start = False  # there is no step to read yet
     ylabel = "mean squared gradient norm"
 
     def __init__(
         self,
         *,
-        every_n_steps: int | None = None,
+        rank_by: Score = "loss",
         norms: bool = True,
         max_samples: int = 64,
-        rank_by: Score = "loss",
-        loss_reduction: Literal["mean", "sum"] = "mean",
-        per_layer: bool = True,
-        group_fn: Callable[[str], str] | None = None,
-        name: str | None = None,
-        batch_fn: Callable[[Any], Any] | None = None,
         index_fn: Callable[[Any], Any] | None = None,
+        **probe: Any,
     ) -> None:
-        super().__init__(
-            every_n_steps=every_n_steps,
-            max_samples=max_samples,
-            per_layer=per_layer,
-            group_fn=group_fn,
-            name=name,
-            batch_fn=batch_fn,
-        )
         check_choice(["loss", "squared_norm"], rank_by=rank_by)
-        check_choice(["mean", "sum"], loss_reduction=loss_reduction)
-        if rank_by == "squared_norm" and not norms:
-            raise ValueError(f"`rank_by` must be 'loss' with `norms=False`, got {rank_by!r}.")
-        self.norms = norms
+        if rank_by == "squared_norm":
+            if not norms:
+                raise ValueError(f"`rank_by` must be 'loss' with `norms=False`, got {rank_by!r}.")
+            self.default_every_n_steps = 1
+        fixed: Any = {"data": "train_batch", "labels": "empirical", "at_start": False}
+        super().__init__(max_samples=max_samples, **fixed, **probe)
         self.rank_by: Score = rank_by
-        self._ranks_norms = rank_by == "squared_norm"
-        self.loss_reduction = loss_reduction
+        self.norms = norms
         self.headline = ("squared_gradient_norm",) if norms else ("sample_loss",)
         self._index_fn = index_fn
         self._sums = SampleSums()
         self._noting: list[Any] = []  # loaders whose samplers note what they draw
-        self._step_norms: Any = None
 
     @property
     def samples(self) -> SampleScores:
@@ -294,14 +267,12 @@ class TrainStepNorms(Probe):
             raise ValueError(
                 f"{self.state_key} needs automatic optimization, got a module that does its own."
             )
-        if self.norms:
-            self._step_norms = StepNorms(pl_module, self.max_samples)
         self._first_step = True
         self._is_pair = False  # every batch, as the first one has shown
         self._numbers: Any = None  # of the samples, until they are added
         self._problem: str | None = NOT_READ
-        self._reads_norms = False
-        self._sharded = False  # the module is not called by us
+        self._by_sample: Tensor | None = None  # squared norms, of the first ones of this step
+        self._sharded &= self.norms  # otherwise the module is not called by us
         strategy: Any = trainer.strategy
         process = strategy.process_dataloader
 
@@ -320,9 +291,6 @@ class TrainStepNorms(Probe):
         if trainer.global_rank:  # it counts once
             table = table[:, :0]
         self._sums = SampleSums(table.to(pl_module.device))
-        steps = trainer.estimated_stepping_batches  # negative where nobody knows
-        every = self.every_n_steps or 1
-        self._logged_every = int(steps) if 0 < steps < every else every
         self._drawn: list[Any] | None = None  # in this epoch,
         self._skipped: int | None = None  # from this batch on
         self._follow = True  # whether samples are known by number
@@ -347,7 +315,8 @@ class TrainStepNorms(Probe):
         )
 
     def _begin(self) -> None:
-        pass  # its own loss is read
+        if self.norms:
+            super()._begin()
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._drawn, self._skipped = None, 0
@@ -365,7 +334,6 @@ class TrainStepNorms(Probe):
         self._batch_idx = batch_idx
         self._numbers = None
         self._problem = NOT_READ
-        self._reads_norms = False
 
     def on_before_backward(
         self,
@@ -383,7 +351,7 @@ class TrainStepNorms(Probe):
         self._first_step = False
 
     def _read(self, loss: Tensor) -> None:
-        """Read the losses, and gradient norms if it is their turn."""
+        """Read the losses and the numbers of the samples."""
         pair = self._batch
         if not self._is_pair or type(pair) is not list or len(pair) != 2:
             pair = self.reader.read(None, pair)
@@ -393,28 +361,15 @@ class TrainStepNorms(Probe):
             self._numbers = self._numbers_of(size)
         losses = StepLosses(loss, size, targets)
         self._losses: Any = losses.later()
-        is_logged = (self._last_step + 1) % self._logged_every == 0  # after this step
-        is_turn = self.norms and (is_logged or self._ranks_norms)
-        if is_turn or (self.norms and self._first_step):
-            self._read_norms(losses)
-            self._reads_norms = is_turn
         if self._first_step:
-            self._refuse(losses)
+            if losses.problem and self.rank_by == "loss":
+                raise ValueError(
+                    f"{self.state_key} cannot read the losses of samples: {losses.problem}. Set `batch_fn` to a "
+                    "function of the batch that returns inputs and the targets of the loss, or rank_by='squared_norm'."
+                )
             # Reading all other batches like this one saves a tenth of the time.
             in_place = isinstance(self._batch, list) and inputs is self._batch[0]
             self._is_pair = in_place and self.reader.batch_fn is None
-
-    def _read_norms(self, losses: StepLosses) -> None:
-        """Read the norms of some samples, by a backward pass of their own."""
-        # What a sample's part of the backward pass has to be multiplied by to be its own gradient.
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        self._scale = self._trainer.accumulate_grad_batches / (scaler.get_scale() if scaler else 1)
-        if self.loss_reduction == "mean":
-            self._scale *= losses.samples
-        parts = math.ceil(losses.samples / self.max_samples)
-        turn = self._trainer.current_epoch + self._batch_idx  # in each epoch, that of other samples
-        first = self.max_samples * (turn % parts)
-        self._step_norms.read(losses.loss, losses.root, losses.samples, first)
 
     def _numbers_of(self, size: int) -> Any:
         """Return the numbers of the samples in the batch."""
@@ -434,52 +389,39 @@ class TrainStepNorms(Probe):
             raise ValueError(f"{ONE_EACH} of {size} samples, got {len(numbers)}.")
         return numbers
 
-    def _refuse(self, losses: StepLosses) -> None:
-        """Raise a ``ValueError`` if what was asked for cannot be read."""
-        if losses.problem and (self.rank_by == "loss" or losses.root is None):
-            raise ValueError(
-                f"{self.state_key} cannot read the losses of samples: {losses.problem}. Set `batch_fn` to a function "
-                "of the batch that returns inputs and the targets of the loss, or rank_by='squared_norm'."
-            )
-        problem = self._step_norms and self._step_norms.problem
-        if problem:
-            raise ValueError(
-                f"{self.state_key} cannot read gradients off this training step: {problem}. It follows losses alone "
-                "with `norms=False`."
-            )
-
     def on_train_batch_end(self, *step: Any) -> None:
-        numbers = self._numbers if self._problem is None else None
-        self._numbers = None  # once: Lightning also ends batches that it has not begun
-        if numbers is not None:
-            norms = None
-            if self._reads_norms and self._step_norms.norms:
-                by_weight = torch.stack([*self._step_norms.norms.values()])
-                norms = by_weight.new_full((len(numbers),), math.nan)
-                first = self._step_norms.first
-                norms[first : first + by_weight.shape[1]] = self._scale**2 * by_weight.sum(0)
-            self._sums.add(numbers, self._losses, norms)
-        super().on_train_batch_end(*step)
+        super().on_train_batch_end(*step)  # which may measure norms
+        by_sample, self._by_sample = self._by_sample, None
+        # Once: Lightning also ends batches that it has not begun.
+        numbers, self._numbers = self._numbers, None
+        if numbers is None or self._problem is not None:
+            return
+        norms = None
+        if by_sample is not None:
+            norms = by_sample.new_full((len(numbers),), math.nan)
+            norms[: len(by_sample)] = by_sample
+        self._sums.add(numbers, self._losses, norms)
 
     # What is logged
 
     def _pair(self, model: nn.Module) -> Pair:
+        if self.norms:
+            return super()._pair(model)
         return torch.empty(0, device="cpu"), None  # the model is not run
 
     def observe(self, model: nn.Module, samples: Samples) -> tuple[list[str], list[float]]:
-        """Return the names of parameters, and sums over samples: of norms, if this step's were read, and of losses."""
+        """Return the names of parameters, and sums over samples: of squared norms, and of losses."""
         if self._problem is not None:
             raise RuntimeError(self._problem)
         losses = losses_of([self._losses()])
         losses = losses[losses.isfinite()]
         of_losses = [losses.double().sum().item(), len(losses)]
-        if not self._reads_norms:
+        if not self.norms:
             return [], of_losses
-        if self._step_norms.problem:
-            raise RuntimeError(self._step_norms.problem)
-        names, of_norms = TraceSums.of(self._step_norms.norms, self._scale**2)
-        if not all(map(math.isfinite, of_norms)):
-            raise RuntimeError("the gradients of the training step are not finite")
+        norms = squared_norms_by_name(model, samples.inputs, samples.targets, samples.asked)
+        norms = {name: part[: samples.counted] for name, part in norms.items()}
+        self._by_sample = torch.stack([*norms.values()]).sum(0)
+        names, of_norms = TraceSums.of(norms)
         return names, [*of_norms, *of_losses]
 
     def summarise(
@@ -508,7 +450,7 @@ class TrainStepNorms(Probe):
             self._log_rows("suspicious_samples", samples.top(LISTED), plot)
 
     def teardown(self, trainer: Trainer, *_: Any, **stage: Any) -> None:
-        self._step_norms = self._trainer = self._drawn = self._losses = None
+        self._trainer = self._drawn = self._losses = None
         vars(trainer.strategy).pop("process_dataloader", None)
         for loader in self._noting:
             if isinstance(loader.batch_sampler, NotingSampler):

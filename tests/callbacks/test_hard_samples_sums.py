@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_taskinfo import SampleScores
-from lightning_taskinfo.callbacks.train_step_norms import STEPS, SampleSums
+from lightning_taskinfo.callbacks.hard_samples import STEPS, SampleSums
 
 
 def filled(generator):
