@@ -299,9 +299,14 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", choices=VARIANTS, help="print this variant, and store nothing")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/callbacks.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.only:
+        for name in {*VARIANTS} - {arguments.only, "nothing", "nothing, short"}:
+            del VARIANTS[name]
+            EACH_STEP.pop(name, None)
     before, start = environment(), time.perf_counter()
     samples, generator = LONG * arguments.batch_size, torch.Generator().manual_seed(0)
     images = torch.rand(samples, 1, 28, 28, generator=generator)
@@ -314,8 +319,9 @@ def main() -> None:
         "seconds": time.perf_counter() - start,
         "results": results,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    if not arguments.only:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
     print(
         "| network | variant | epoch, wall | epoch, CPU | own methods | start | by steps | goal | end of fit, seconds |"
     )

@@ -13,7 +13,7 @@ from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
 from lightning_taskinfo._warn import warn
 
 VARIABLE = "TASKINFO_CALLBACKS"
-ALONE = ("FisherTrace", "InformationInWeights", "LocalMinimum", "HardSamples")
+ALONE = ("FisherTrace", "HardSamples", "InformationInWeights", "LocalMinimum")
 
 
 def callbacks_factory() -> list[Callback]:

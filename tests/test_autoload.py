@@ -130,5 +130,6 @@ def test_names_only_callbacks_that_go_alone(monkeypatch):
             alone = issubclass(getattr(callbacks, name), pl.Callback)
         except TypeError:  # it needs an argument
             alone = False
-        assert (name in named) == alone, name
+        advice = f"{name} belongs into ALONE of _autoload.py if it needs no argument, and only then"
+        assert (name in named) == alone, advice
     assert set(named) <= set(public)

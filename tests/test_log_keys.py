@@ -20,6 +20,7 @@ from lightning_taskinfo import (
     PACBayesCertificate,
     rank_starts,
 )
+from lightning_taskinfo import callbacks as every
 from lightning_taskinfo.transfer import PENALTIES, log_to_wandb, transfer
 from tests.offline_runs import records_of
 from tests.penalised_net import WEIGHTS, Net
@@ -60,9 +61,11 @@ def check(heading, logged, *others):
     """Every logged key is in the table, or in one of the others; every key of the table is logged."""
     patterns = documented(heading)
     allowed = [p for table in (heading, *others) for p in documented(table).values()]
-    assert {key for key in logged if not any(p.fullmatch(key) for p in allowed)} == set()
+    unknown = {key for key in logged if not any(p.fullmatch(key) for p in allowed)}
+    assert not unknown, f"add these to the table {heading!r} of docs/wandb.md"
     assert all(key.startswith("taskinfo/") for key in logged)
-    assert {key for key, p in patterns.items() if not any(map(p.fullmatch, logged))} == set()
+    never = {key for key, p in patterns.items() if not any(map(p.fullmatch, logged))}
+    assert not never, f"the table {heading!r} of docs/wandb.md has these, which nothing logs"
 
 
 class FakeSummary:
@@ -128,6 +131,9 @@ def test_callbacks():
         LocalMinimum(max_samples=20, draws=3),
         PACBayesCertificate(prior_origin="random initialisation", draws=10, betas=(1.0,)),
     ]
+    public = {name: getattr(every, name) for name in every.__all__}
+    names = {name for name, kind in public.items() if issubclass(kind, every.Probe)} - {"Probe"}
+    assert names == {type(callback).__name__ for callback in callbacks}, "log each of them here"
     logger = Recorder()
     trainer = pl.Trainer(
         max_epochs=1, accelerator="cpu", logger=logger, callbacks=callbacks, enable_checkpointing=False,
