@@ -13,8 +13,8 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache, cached_property
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -33,6 +33,7 @@ WHOLE = (int, tuple)  # kinds of settings that may say where rows go
 Source: TypeAlias = tuple[int, int]  # number of an operation, and which of its outputs
 Uses: TypeAlias = dict[int, dict[int, Source]]  # numbers of operations, with weights by place
 Signature: TypeAlias = list[tuple[Any, ...]]
+Note: TypeAlias = Callable[[int, Sequence[Tensor | None]], None]  # takes gradients of an operation
 
 
 class Graph:
@@ -61,16 +62,12 @@ class Graph:
         for number, node in enumerate(self.nodes):  # which grow
             sources: list[Source | None] = []
             for source, output in node.next_functions:
-                if source is None:
-                    sources.append(None)
-                    continue
-                if source not in numbers:
+                if source is not None and source not in numbers:
                     numbers[source] = len(self.nodes)
                     self.nodes.append(source)
-                sources.append((numbers[source], output))
-            name = None
-            if not sources and hasattr(node, "variable"):
-                name = names.get(id(node.variable))
+                sources.append(source and (numbers[source], output))
+            variable = None if sources else getattr(node, "variable", None)
+            name = names.get(id(variable))
             if name is not None:
                 self.leaves[name] = number
             shapes = [tuple(like.shape) for like in node._input_metadata]
@@ -256,6 +253,26 @@ def _reached(
 
 
 @contextmanager
+def removed(handles: Sequence[Any]) -> Iterator[None]:
+    """Remove hooks afterwards, also on an exception."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def hooked(
+    graph: "Graph",
+    numbers: Iterable[int],
+    note: Note,
+) -> AbstractContextManager[None]:
+    """Note the gradients by the outputs of some operations as backward passes arrive at them."""
+    nodes = graph.nodes
+    return removed([nodes[i].register_prehook(partial(note, i)) for i in numbers])
+
+
+@contextmanager
 def restored(functions: Sequence[Any]) -> Iterator[None]:
     """Run a backward pass, and put back what functions of the user's have saved.
 
@@ -266,10 +283,9 @@ def restored(functions: Sequence[Any]) -> Iterator[None]:
     before = [x.clone() for x in saved]
     handles = [node.register_prehook(lambda got: tuple(map(copied, got))) for node in functions]
     try:
-        yield
+        with removed(handles):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         for x, kept in zip(saved, before, strict=True):
             x.data.copy_(kept)
 
@@ -359,20 +375,6 @@ def inside_a_pass(function: Callable[[], None]) -> None:
         output = torch.zeros((), device="cpu", requires_grad=True) * 1.0
         output.register_hook(lambda _: function())
         output.backward()
-
-
-def pulled_to_weight(
-    output: Edge,
-    weight: Edge,
-    gradients: Tensor,
-) -> Tensor:
-    """Pull gradients ``[n, ...]`` back to what ``output`` was computed from, zeros where none arrives."""
-    if output == weight:
-        return gradients
-    (found,) = several_pulled_back(output, [weight], gradients)
-    if found is None:
-        return gradients.new_zeros(len(gradients), *shape_of(weight))
-    return found
 
 
 def shape_of(edge: Edge) -> torch.Size:

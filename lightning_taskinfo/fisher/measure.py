@@ -31,7 +31,7 @@ so. What the graph of a single sample does not show either takes a plain backwar
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,9 +60,9 @@ from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Accumulator, Diagonal, Norms
-from lightning_taskinfo.fisher.graph import Graph, Signature, pulled_back, restored
+from lightning_taskinfo.fisher.graph import Graph, Signature, pulled_back, restored, shape_of
 from lightning_taskinfo.fisher.ops import BLOCK
-from lightning_taskinfo.fisher.proof import Plan, Plans, Prover, plan_of_one
+from lightning_taskinfo.fisher.proof import Plan, Plans, Prover, plan_of_one, some_of
 from lightning_taskinfo.fisher.terms import Gradients, backward
 from lightning_taskinfo.functional.likelihood import (
     Labels,
@@ -123,8 +123,10 @@ def measure(
     request: Request,
     accumulator: Accumulator,
 ) -> None:
-    """Send the gradients of every sample into ``accumulator``."""
-    n = sample_count(inputs)
+    """Send the gradients of every sample into ``accumulator``; there may be none."""
+    n = number_of_samples(inputs)
+    if not n:
+        return
     inputs, targets = with_targets(model, inputs, targets, request.forward_fn)
     observed = parts(model)
     _check_modules(model)
@@ -174,8 +176,7 @@ def squared_norms_by_name(
 ) -> ParamDict:
     """Return the squared gradient norms ``[N]`` of each trainable parameter, by one measurement; ``N`` may be 0."""
     norms = Norms(number_of_samples(inputs))
-    if norms.n:
-        measure(model, inputs, targets, request, norms)
+    measure(model, inputs, targets, request, norms)
     found = norms.values
     zeros = torch.zeros_like(next(iter(found.values()), torch.empty(norms.n, device="cpu")))
     return {name: found.get(name, zeros) for name in trainable_parameters(model)}
@@ -189,9 +190,8 @@ def squared_gradients_by_name(
 ) -> ParamDict:
     """Return the squared gradients of each trainable parameter, summed over ``N`` samples; ``N`` may be 0."""
     found = Diagonal()
-    if number_of_samples(inputs):
-        measure(model, inputs, targets, request, found)
-    squares: ParamDict = {}
+    measure(model, inputs, targets, request, found)
+    squares = {}
     for name, p in trainable_parameters(model).items():
         known = found.values.get(name)
         squares[name] = torch.zeros_like(p).detach() if known is None else known
@@ -258,7 +258,6 @@ class Measurement:
         self.known = Known((shapes, forward_fn and ref(forward_fn)))
         self.first: Tensor | None = None  # outputs of the first sample without the others
         self.looked = False  # whether samples depend on their batch
-        self.alone = False  # whether samples are measured one by one
 
     def run(self, n: int) -> None:
         """Measure ``n`` samples, chunk by chunk."""
@@ -268,18 +267,15 @@ class Measurement:
             if self.request.chunk_size is None:
                 chunks = max(1, round(n / self._affordable()))
                 step = math.ceil(n / chunks)  # chunks of about one size
-        for start in range(0, n, step):
-            self._measure(slice(start, min(start + step, n)))
+        start = 0
+        while start < n:
+            stop = min(start + step, n)
+            if self._measure(slice(start, stop)):
+                start = stop
+            else:
+                step = 1  # from here on
 
-    def _measure(self, samples: slice) -> None:
-        """Measure the samples of a chunk together, or else one by one."""
-        if not self.alone and self._measure_chunk(samples):
-            return
-        self.alone = True
-        for sample in range(samples.start, samples.stop):
-            self._measure_chunk(slice(sample, sample + 1))
-
-    def _measure_chunk(self, samples: slice) -> bool:
+    def _measure(self, samples: slice) -> bool:
         """Measure a chunk; return False if its samples have to be measured alone."""
         inputs = take(self.inputs, itemgetter(samples))
         targets = None if self.targets is None else self.targets[samples]
@@ -345,8 +341,9 @@ class Measurement:
         self.known.outputs = outputs.numel()
         graph = Graph(outputs, self.parameters)
         self.known.alone = graph.signature
-        for number in () if graph.opaque else graph.uses(set()):
-            self.known.elements += math.prod(graph.signature[number][1][0])
+        if not graph.opaque:
+            sizes = [shape_of(graph.edge(number)).numel() for number in graph.uses(set())]
+            self.known.elements = sum(sizes)
         if not self.sharded:
             _KNOWN[self.model] = self.known
 
@@ -458,12 +455,6 @@ class Measurement:
             found.update((name, p.grad) for name, p in self.parameters.items())
             self.model.zero_grad()
         return {name: g.to_dense().clone()[None] for name, g in found.items() if g is not None}
-
-
-def some_of(names: Collection[str]) -> str:
-    """Name the first few."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(sorted(names)[:3]) + more
 
 
 def _check_modules(model: nn.Module) -> None:

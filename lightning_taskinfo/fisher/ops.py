@@ -11,7 +11,6 @@ what its backward pass needs, such as the input of a matrix product or the indic
 which runs the operation's own backward pass.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
@@ -26,14 +25,12 @@ from lightning_taskinfo.fisher.graph import Edge, inside_a_pass, like, pulled_to
 from lightning_taskinfo.fisher.proof import Rows
 
 BLOCK = 1 << 21  # elements of per-sample gradients formed at once: 8 MB in float32
-FEW = 4096  # elements of a gradient up to which samples are squared together rather than one by one
 SMALL_MAP = 100  # output positions up to which patches beat grouped convolutions
 WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels
 FEW_ENTRIES, FEW_CHANNELS = 48, 8  # a patch with so few entries, and at least so many outputs of it
 
 Scores: TypeAlias = list[Tensor]  # by score, gradients by the output of an operation
 Factor: TypeAlias = Callable[[], Tensor] | None
-Formed = Iterator[tuple[slice, Tensor]]  # samples, and gradients of theirs
 
 
 @dataclass
@@ -55,9 +52,9 @@ class Weight:
     way: tuple[str, ...] | None
 
     @property
-    def output(self) -> Edge:
-        """Where the operation's output is in the graph."""
-        return Edge(self.node, 0)
+    def output(self) -> torch.Size:
+        """The shape of the operation's output."""
+        return shape_of(Edge(self.node, 0))
 
     def saved(self, name: str) -> Tensor:
         """Return what the operation has kept for its backward pass."""
@@ -110,7 +107,7 @@ class Use:
     @property
     def elements(self) -> int:
         """How many numbers are needed to form the gradient of one sample."""
-        return math.prod(self.shape)
+        return self.shape.numel()
 
 
 @dataclass
@@ -235,8 +232,8 @@ class Conv(Product):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.positions = shape_of(self.at.output)[2:]
-        self.entries = math.prod(self.shape[1:]) * self.positions.numel()  # of all patches
+        self.positions = self.at.output[2:]
+        self.entries = self.shape[1:].numel() * self.positions.numel()  # of all patches
         self.plain = self.groups == 1 and not self.transposed  # as patches know it
         self._last: tuple[slice, Tensor] | None = None
 
@@ -271,7 +268,7 @@ class Conv(Product):
 
     @property
     def copied(self) -> int:
-        return 2 * max(math.prod(self.shape), self.entries * self.a.shape[1])
+        return 2 * max(self.shape.numel(), self.entries * self.a.shape[1])
 
     elements = copied
 
@@ -279,7 +276,7 @@ class Conv(Product):
     def by_patches(self) -> bool:
         """Whether patches are quicker than a grouped convolution."""
         out, channels, *kernel = self.shape
-        few = channels * math.prod(kernel) <= FEW_ENTRIES and out >= FEW_CHANNELS
+        few = self.shape[1:].numel() <= FEW_ENTRIES and out >= FEW_CHANNELS
         small = self.entries * len(self.inputs) <= BLOCK // 4
         largest_map = WIDE_MAP if out * channels >= WIDE else SMALL_MAP
         small_map = self.positions.numel() <= largest_map
@@ -317,7 +314,7 @@ class Grouped(Conv):
 
     @property
     def elements(self) -> int:
-        return max(math.prod(self.shape), BLOCK // 32)  # groups of more samples are slower
+        return max(self.shape.numel(), BLOCK // 32)  # groups of more samples are slower
 
 
 def as_places(x: Tensor) -> Tensor:
@@ -365,12 +362,10 @@ class Elementwise(Use):
             product = product.real
         first = self.rows.axis
         behind = first + self.rows.merged
-        sizes = [1, *self.aligned[:first], *self.aligned[behind:]]  # of what is not the sample
-        summed = [axis for axis, size in enumerate(sizes, start=1) if size == 1]
+        others = [*self.aligned[:first], *self.aligned[behind:]]  # axes of a row
         product = self.rows.samples_first(product)
-        if any(product.shape[axis] != 1 for axis in summed):
-            product = product.sum(summed)
-        gradients = product.reshape(-1, *self.shape)
+        summed = product.sum_to_size(len(product), 1, *others)
+        gradients = summed.reshape(-1, *self.shape)
         return gradients if self.scale == 1 else gradients * self.scale
 
     def gradients(
@@ -389,7 +384,7 @@ def elementwise(
     channels: bool = False,
 ) -> Elementwise:
     """Read an operation on each entry, with a weight that is broadcast, or has the ``channels`` of axis 1."""
-    axes = len(shape_of(at.output))
+    axes = len(at.output)
     shape = shape_of(at.source)
     behind = axes - 2 if channels else 0
     before = axes - len(shape) - behind
@@ -525,28 +520,23 @@ class Other(Use):
         b: Tensor,
         samples: slice,
     ) -> Tensor:
-        output = shape_of(self.at.output)
-        count = output.numel() // b.shape[2:].numel()  # of rows
+        at = self.at
+        count = at.output.numel() // b.shape[2:].numel()  # of rows
         numbers = self.rows.numbers(count)[samples]  # [n, repeat]
         b = b[samples]  # [n, repeat, ...]
         parts = b.new_zeros(len(b), count + 1, *b.shape[2:])  # one row more, for no row
         sample = torch.arange(len(b), device=numbers.device).unsqueeze(1)
         parts[sample, numbers] = b
         parts = parts[:, :-1].movedim(1, self.rows.axis + 1)
-        gradients = parts.reshape(len(b), *output)
+        gradients = parts.reshape(len(b), *at.output)
+        pull = partial(pulled_to_input, at.node, at.place, at.source)
         found: list[Tensor] = []
-
-        def run() -> None:
-            at = self.at
-            for gradient in gradients:
-                found.append(pulled_to_input(at.node, at.place, at.source, gradient))
-
-        inside_a_pass(run)
+        inside_a_pass(lambda: found.extend(map(pull, gradients)))
         return torch.stack(found)
 
     @property
     def elements(self) -> int:
-        return max(shape_of(self.at.output).numel(), math.prod(self.shape))
+        return max(self.at.output.numel(), self.shape.numel())
 
 
 Reader = Callable[[Weight], Use | None]
@@ -603,11 +593,8 @@ def product_norms(
     if positions * (wide + high) < wide * high:  # ghost norm: Σ_{t,s} (a_t·a_s)(b_t·b_s)
         products = (a @ a.mT) * (b @ b.mT)
         return products.flatten(1).sum(1)
-    norms = []
-    for samples in blocks(len(a), a[0].numel() // positions * high):
-        gradients = b[samples].mT @ a[samples]
-        norms.append(squared_norms(gradients))
-    return torch.cat(norms)
+    some = blocks(len(a), a[0].numel() // positions * high)
+    return torch.cat([squared_norms(b[samples].mT @ a[samples]) for samples in some])
 
 
 def squared_norms(x: Tensor) -> Tensor:
@@ -616,32 +603,6 @@ def squared_norms(x: Tensor) -> Tensor:
         return x.square()
     others = tuple(range(1, x.dim()))
     return torch.linalg.vector_norm(x, dim=others).square_()
-
-
-def sum_of_norms(formed: Formed) -> Tensor:
-    """Return the squared norm of each sample's gradient, of gradients ``[n, *shape]`` for several scores each."""
-    norms: dict[int, Tensor] = {}
-    for samples, gradients in formed:
-        some = squared_norms(gradients)
-        if samples.start in norms:
-            some += norms[samples.start]
-        norms[samples.start] = some
-    return torch.cat([*norms.values()])
-
-
-def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
-    """Add the squares of gradients ``[n, *shape]`` of all samples and scores, with no copy of large ones."""
-    squares: Tensor | None = None
-    for some in gradients:
-        if squares is None:
-            squares = torch.zeros_like(some[0])
-        if squares.numel() < FEW:
-            squares += some.square().sum(0)
-        else:
-            for g in some:
-                squares.addcmul_(g, g)
-    assert squares is not None
-    return squares
 
 
 def total(parts: Iterable[Tensor]) -> Tensor:

@@ -4,10 +4,11 @@ The gradient of a use's weight is pulled back to the parameter that it was compu
 only moved entries, squares can be pulled back instead of gradients, and norms stay as they are.
 """
 
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
+from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -17,27 +18,28 @@ from lightning_taskinfo._observe import at_least_float32
 from lightning_taskinfo.fisher.graph import (
     Edge,
     Graph,
+    hooked,
     inside_a_pass,
     pulled_back,
-    pulled_to_weight,
     several_pulled_back,
     shape_of,
 )
 from lightning_taskinfo.fisher.ops import (
     Embedding,
-    Formed,
     Other,
     Product,
     Use,
     Weight,
     blocks,
     read,
-    sum_of_norms,
-    sum_of_squares,
+    squared_norms,
     total,
 )
 from lightning_taskinfo.fisher.proof import Plan
 
+FEW = 4096  # elements of a gradient up to which samples are squared together rather than one by one
+
+Formed = Iterator[tuple[slice, Tensor]]  # samples, and gradients of theirs
 Part: TypeAlias = tuple[Use, list[Tensor]]  # a use, with arranged gradients by its output
 
 
@@ -55,11 +57,26 @@ class Gradients:
 
     def norms(self) -> Tensor:
         """Return the squared norm of each sample's gradient, summed over scores."""
-        return sum_of_norms(self.formed())
+        norms: dict[int, Tensor] = {}
+        for samples, gradients in self.formed():
+            some = squared_norms(gradients)
+            if samples.start in norms:
+                some += norms[samples.start]
+            norms[samples.start] = some
+        return torch.cat([*norms.values()])
 
     def diagonal(self) -> Tensor:
-        """Return the squared gradients, summed over samples and scores."""
-        return sum_of_squares(g for _, g in self.formed())
+        """Return the squared gradients, summed over samples and scores, with no copy of large ones."""
+        squares: Any = None
+        for _, gradients in self.formed():
+            if squares is None:
+                squares = torch.zeros_like(gradients[0])
+            if squares.numel() < FEW:
+                squares += gradients.square().sum(0)
+            else:
+                for g in gradients:
+                    squares.addcmul_(g, g)
+        return squares
 
     def one_product(self) -> tuple[Tensor, Tensor] | None:
         """Return ``left`` and ``right``, each ``[N, ...]``, where each sample's gradient is ``left rightᵀ``."""
@@ -121,8 +138,7 @@ class OfUses(Gradients):
                 of_uses = []
                 for use, arranged in self.parts:
                     of_uses.append(self._pulled(use, use.gradients(arranged[i], samples)))
-                first, *others = of_uses
-                yield samples, sum(others, start=first)
+                yield samples, reduce(torch.add, of_uses)
 
     def _pulled(
         self,
@@ -132,7 +148,12 @@ class OfUses(Gradients):
         """Return gradients ``[n, ...]`` of the parameter, from those of the weight that a use has seen."""
         if use.at.way == ("TBackward0",) and gradients.dim() == 3:  # as of every linear layer
             return gradients.mT
-        return pulled_to_weight(use.at.source, self.leaf, gradients)
+        if use.at.source == self.leaf:
+            return gradients
+        (found,) = several_pulled_back(use.at.source, [self.leaf], gradients)
+        if found is None:
+            return gradients.new_zeros(len(gradients), *shape_of(self.leaf))
+        return found
 
 
 def _joined(parts: list[Part]) -> Part:
@@ -167,22 +188,7 @@ def _tied_norms(
 
 # --- Gradients by the outputs of uses, brought by backward passes
 
-
-@dataclass
-class Pending:
-    """A parameter that waits for the gradients by the outputs of its uses.
-
-    Attributes:
-        name: The parameter's name.
-        leaf: Where it is in the graph.
-        waiting: Its uses that wait, by operation.
-        parts: Uses with their gradients.
-    """
-
-    name: str
-    leaf: Edge
-    waiting: dict[int, list[Use]] = field(default_factory=dict)
-    parts: list[tuple[Use, Tensor]] = field(default_factory=list)
+Receive: TypeAlias = Callable[[str, Gradients], None]  # takes those of a parameter, after its name
 
 
 class Arrivals:
@@ -196,17 +202,21 @@ class Arrivals:
         plan: Where its uses are.
         receive: What takes the gradients of a parameter, after its name.
         chosen: The samples that are measured, if not all.
+
+    Attributes:
+        waiting: Uses that wait, each with the name of a parameter, by operation.
+        runs_again: Whether an operation runs once more for its use, later.
     """
 
     def __init__(
         self,
         graph: Graph,
         plan: Plan,
-        receive: Callable[[str, Gradients], None],
-        chosen: slice | None = None,
+        receive: Receive,
+        chosen: slice | None,
     ) -> None:
+        self.graph = graph
         self.receive = receive
-        self.waiting: dict[int, list[Pending]] = {}  # by operation
         weights = []
         for at in plan.places:
             rows = at.rows if chosen is None else replace(at.rows, chosen=chosen)
@@ -216,16 +226,14 @@ class Arrivals:
         uses: list[Use] = []
         # What checkpointing has to compute again is computed once.
         inside_a_pass(lambda: uses.extend(map(read, weights)))
-        self.runs_again = any(isinstance(use, Other) for use in uses)  # an operation, later
-        pending: dict[str, Pending] = {}
+        self.runs_again = any(isinstance(use, Other) for use in uses)
+        self.waiting: dict[int, list[tuple[str, Use]]] = {}
+        self.missing: Counter[str] = Counter()  # uses of a parameter
+        self.parts: dict[str, list[tuple[Use, Tensor]]] = defaultdict(list)
         for at, use in zip(plan.places, uses, strict=True):
+            self.missing.update(at.names)
             for name in at.names:
-                if name not in pending:
-                    pending[name] = Pending(name, graph.edge(graph.leaves[name]))
-                pending[name].waiting.setdefault(at.number, []).append(use)
-        for one in pending.values():
-            for operation in one.waiting:
-                self.waiting.setdefault(operation, []).append(one)
+                self.waiting.setdefault(at.number, []).append((name, use))
 
     def add(
         self,
@@ -235,17 +243,18 @@ class Arrivals:
         """Take the gradients ``[S, ...]`` by an operation's output; None if there are none."""
         if scores is not None:
             scores = at_least_float32(scores)
-        for one in self.waiting.pop(operation):
-            for use in one.waiting.pop(operation):
-                if scores is not None:
-                    one.parts.append((use, scores))
-            if one.parts and not one.waiting:
-                self.receive(one.name, OfUses(one.leaf, one.parts))
+        for name, use in self.waiting.pop(operation):
+            self.missing[name] -= 1
+            if scores is not None:
+                self.parts[name].append((use, scores))
+            if name in self.parts and not self.missing[name]:
+                leaf = self.graph.edge(self.graph.leaves[name])
+                self.receive(name, OfUses(leaf, self.parts.pop(name)))
 
     def add_one(
         self,
         operation: int,
-        gradients: tuple[Tensor | None, ...],
+        gradients: Sequence[Tensor | None],
     ) -> None:
         """Take the gradient of a pass, as a hook; a second pass over the operation is one of its use's own."""
         if operation not in self.waiting:
@@ -258,7 +267,7 @@ def backward(
     graph: Graph,
     plan: Plan,
     scores: list[Tensor],
-    receive: Callable[[str, Gradients], None],
+    receive: Receive,
     *,
     retain_graph: bool = True,
     chosen: slice | None = None,
@@ -276,14 +285,14 @@ def backward(
         retain_graph: Whether another pass will follow.
         chosen: The samples that are measured, if not all.
     """
-    arrivals = Arrivals(graph, plan, receive, chosen)
-    waiting = [*arrivals.waiting]
-    if not waiting:
+    if not plan.places:
         return
     if len(scores) > 1 and graph.functions:  # which may not run for several scores at once
         for score in scores:
             backward(graph, plan, [score], receive, chosen=chosen)
         return
+    arrivals = Arrivals(graph, plan, receive, chosen)
+    waiting = [*arrivals.waiting]
     if len(scores) > 1 or graph.functions:
         edges = [graph.edge(operation) for operation in waiting]
         gradients = several_pulled_back(graph.outputs, edges, torch.stack(scores), graph.functions)
@@ -293,17 +302,10 @@ def backward(
     # The lowest uses are asked for, so that nothing is computed below them: no gradient of a
     # weight. The pass comes by all others on its way.
     lowest = plan.lowest
-    handles = []
-    for operation in {*waiting} - {*lowest}:
-        take = partial(arrivals.add_one, operation)
-        handles.append(graph.nodes[operation].register_prehook(take))
     edges = [graph.edge(operation) for operation in lowest]
     keep = retain_graph or arrivals.runs_again
-    try:
+    with hooked(graph, {*waiting} - {*lowest}, arrivals.add_one):
         captured = pulled_back(graph.outputs, edges, scores[0], retain_graph=keep)
-    finally:
-        for handle in handles:
-            handle.remove()
     for operation, b in zip(lowest, captured, strict=True):
         arrivals.add_one(operation, (b,))
     for operation in [*arrivals.waiting]:  # no gradient has come by

@@ -6,7 +6,7 @@ place of a score the loss itself is backpropagated to the uses, before the train
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_taskinfo._observe import ParamDict, at_least_float32
 from lightning_taskinfo._sharded import gathered_parameters
 from lightning_taskinfo.fisher.accumulators import Norms
-from lightning_taskinfo.fisher.graph import Edge, Graph, shape_of
+from lightning_taskinfo.fisher.graph import Edge, Graph, removed, shape_of
 from lightning_taskinfo.fisher.proof import Plan, Plans, Prover
 from lightning_taskinfo.fisher.terms import backward
 
@@ -52,7 +52,6 @@ class StepNorms:
         self.max_samples = max_samples
         self.all = [*model.parameters()]
         self.trained: list[bool] = []
-        self.parameters: dict[str, nn.Parameter] = {}
         self.plans = Plans()
         self.forget()
 
@@ -92,7 +91,9 @@ class StepNorms:
                 receive = partial(found.add, slice(None))
                 backward(graph, plan, [torch.ones_like(loss)], receive, chosen=chosen)
         except Exception as error:  # which would end the training
-            self.problem = _told(error)
+            said = type(error) is ValueError
+            kind = type(error).__name__
+            self.problem = str(error) if said else f"it could not be read ({kind}: {error})"
             return
         for name, p in self.parameters.items():  # in the same order on all processes
             norms = found.values.get(name)
@@ -146,11 +147,6 @@ class StepNorms:
                 p.grad = gradient
 
 
-def _told(error: Exception) -> str:
-    known = type(error) is ValueError
-    return str(error) if known else f"it could not be read ({type(error).__name__}: {error})"
-
-
 def _mixing(
     graph: Graph,
     plan: Plan,
@@ -169,13 +165,12 @@ def _mixing(
                 reasons.append(number)
         if graph.nodes[at.number] in graph.functions:
             reasons.append(at.number)
-        if reasons:
-            mixing |= dict.fromkeys(at.names, graph.kind(reasons[0]))
+        for number in reasons[:1]:
+            mixing |= dict.fromkeys(at.names, graph.kind(number))
     return mixing
 
 
-@contextmanager
-def _without_statistics(graph: Graph) -> Iterator[None]:
+def _without_statistics(graph: Graph) -> AbstractContextManager[None]:
     """Take the statistics of a batch for constants in backward passes, so that BatchNorm mixes no samples."""
 
     def pass_on(
@@ -185,12 +180,7 @@ def _without_statistics(graph: Graph) -> Iterator[None]:
         return None if inputs[0] is None else (outputs[0], *inputs[1:])
 
     nodes = [node for node in graph.nodes if "BatchNorm" in type(node).__name__]
-    handles = [node.register_hook(pass_on) for node in nodes]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return removed([node.register_hook(pass_on) for node in nodes])
 
 
 # --- The loss of each sample, and where the samples are in the graph
@@ -229,7 +219,6 @@ class StepLosses:
         self.loss = loss
         self.samples = samples
         self.known = _known_losses(loss)
-        self.seen: Any = None
         self.in_order: Tensor | bool = False
         if len(self.known) == 1:
             self.seen = self.known[0]._saved_target
@@ -275,39 +264,30 @@ class StepLosses:
         if seen.requires_grad:
             seen = seen.detach()
         ignored = getattr(node, "_saved_ignore_index", None)
+        in_order, samples = self.in_order, self.samples
         small = outputs.numel() <= COPIED
         if small:
             outputs, seen = outputs.clone(), seen.clone()
-        compute = partial(_sums, rule, outputs, seen, ignored, self.in_order, self.samples)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            options = {}
+            if ignored is not None:  # it is shown without its sign
+                options["ignore_index"] = ignored - 2**64 if ignored >= 2**63 else ignored
+            rows = rule(
+                at_least_float32(outputs), at_least_float32(seen), reduction="none", **options
+            )
+            counted = torch.ones_like(rows) if ignored is None else seen != options["ignore_index"]
+            if in_order is not True:
+                counted = counted * in_order
+            if rows.shape != (samples,):
+                rows = rows.reshape(samples, -1).sum(1)
+                counted = counted.reshape(samples, -1).sum(1)
+            return rows, counted
+
         if small:
             return compute
         computed = compute()
         return lambda: computed
-
-
-def _sums(
-    rule: Callable[..., Tensor],
-    outputs: Tensor,
-    seen: Tensor,
-    ignored: int | None,
-    in_order: Tensor | bool,
-    samples: int,
-) -> tuple[Tensor, Tensor]:
-    outputs = at_least_float32(outputs)
-    if ignored is None:
-        rows = rule(outputs, at_least_float32(seen), reduction="none")
-        counted = torch.ones_like(rows)
-    else:
-        if ignored >= 2**63:  # it is shown without its sign
-            ignored -= 2**64
-        rows = rule(outputs, seen, reduction="none", ignore_index=ignored)
-        counted = seen != ignored
-    if in_order is not True:
-        counted = counted * in_order
-    if rows.shape != (samples,):
-        rows = rows.reshape(samples, -1).sum(1)
-        counted = counted.reshape(samples, -1).sum(1)
-    return rows, counted
 
 
 def losses_of(steps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -367,11 +347,11 @@ def _same_order(
         return False
     if targets is None:
         return len(seen) == samples
-    if not isinstance(targets, Tensor) or targets.dim() == 0 or len(targets) != samples:
+    if not isinstance(targets, Tensor) or targets.shape[:1] != (samples,):
         return False
     rows = seen.reshape(samples, -1)
     labels = targets.reshape(samples, -1).to(seen.dtype)
-    same: Tensor | bool = False
+    same: Any = False
     if rows.shape == labels.shape:
         same = (rows == labels).all()
         rows = rows[:, :-1]  # the last one is padding where they are shifted
