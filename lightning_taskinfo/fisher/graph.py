@@ -13,9 +13,9 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,10 @@ MOVE_ENTRIES = re.compile(
 )
 WHOLE = (int, tuple)  # kinds of settings that may say where rows go
 
-Source: TypeAlias = tuple[int, int]  # number of an operation, and which of its outputs
-Uses: TypeAlias = dict[int, dict[int, Source]]  # numbers of operations, with weights by place
-Signature: TypeAlias = list[tuple[Any, ...]]
-Note: TypeAlias = Callable[[int, Sequence[Tensor | None]], None]  # takes gradients of an operation
+Source = tuple[int, int]  # number of an operation, and which of its outputs
+Uses = dict[int, dict[int, Source]]  # numbers of operations, with weights by place
+Signature = list[tuple[Any, ...]]
+Note = Callable[[int, Sequence[Tensor | None]], None]  # takes gradients of an operation
 
 
 class Graph:
@@ -325,12 +325,11 @@ def several_pulled_back(
     Functions of the user's are for a single pass.
     """
     if len(gradients) > 1:
-        try:
-            with warnings.catch_warnings():  # what vmap takes one by one is no slower than without
-                warnings.filterwarnings("ignore", message="There is a performance drop")
-                return [*pulled_back(output, sources, gradients, batched=True)]
-        except Exception:
-            pass  # of an operation of the user's; if it is no matter of vmap, it comes again
+        # An error of an operation of the user's comes again if it is no matter of vmap.
+        with suppress(Exception), warnings.catch_warnings():
+            # What vmap takes one by one is no slower than without.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            return [*pulled_back(output, sources, gradients, batched=True)]
     found = []
     with restored(functions):
         one_by_one = [pulled_back(output, sources, gradient) for gradient in gradients]

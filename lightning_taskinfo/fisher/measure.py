@@ -97,6 +97,7 @@ class Request:
         self,
         outputs: Tensor,
         targets: Tensor | None,
+        at_once: int = SCORES,
     ) -> Iterator[tuple[list[Tensor], bool]]:
         """Yield the output scores of a chunk, a few at a time, and whether they are the last."""
         likelihood = as_likelihood(self.likelihood)
@@ -109,9 +110,9 @@ class Request:
             mc_samples=self.mc_samples,
             generator=self.generator,
         )
-        some = list(islice(scores, SCORES))
+        some = list(islice(scores, at_once))
         while some:
-            following = list(islice(scores, SCORES))
+            following = list(islice(scores, at_once))
             yield some, not following
             some = following
 
@@ -290,8 +291,9 @@ class Measurement:
             return False
         receive = partial(self.accumulator.add, samples)
 
-        # 3. Scores of the outputs, a few at a time.
-        for scores, last in self.request.scores(outputs, targets):
+        # 3. Scores of the outputs, a few at a time, or one where functions of the user's run.
+        at_once = 1 if graph.functions else SCORES
+        for scores, last in self.request.scores(outputs, targets, at_once):
             if plan is not None:
                 # 4. Backward, from the scores to the outputs of the uses. As it arrives at them,
                 # 5. terms make gradients of samples, with what the operations have seen,

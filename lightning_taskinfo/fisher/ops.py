@@ -14,7 +14,7 @@ which runs the operation's own backward pass.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,8 @@ SMALL_MAP = 100  # output positions up to which patches beat grouped convolution
 WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels
 FEW_ENTRIES, FEW_CHANNELS = 48, 8  # a patch with so few entries, and at least so many outputs of it
 
-Scores: TypeAlias = list[Tensor]  # by score, gradients by the output of an operation
-Factor: TypeAlias = Callable[[], Tensor] | None
+Scores = list[Tensor]  # by score, gradients by the output of an operation
+Factor = Callable[[], Tensor] | None
 
 
 @dataclass
@@ -192,27 +192,24 @@ class Product(Use):
 
 
 def _product(
-    left: str,
-    right: str,
+    at: Weight,
+    left: str = "self",
+    right: str = "mat2",
     *,
     first: int = 0,
     grouped: bool = False,
-) -> "Reader":
+) -> Use | None:
     """Read ``left @ right`` by the names of what is saved; ``first`` is the place of ``left``."""
-
-    def read(at: Weight) -> Use | None:
-        on_the_right = at.place > first
-        inputs = at.saved(left if on_the_right else right)
-        axis = int(not on_the_right) + int(grouped)
-        return None if inputs.is_complex() else Product(at, inputs, axis, on_the_right, grouped)
-
-    return read
+    on_the_right = at.place > first
+    inputs = at.saved(left if on_the_right else right)
+    axis = (not on_the_right) + grouped
+    return None if inputs.is_complex() else Product(at, inputs, axis, on_the_right, grouped)
 
 
 def _addmm(at: Weight) -> Use | None:
     if at.place == 0:
-        return elementwise(at, scale=at.node._saved_beta)
-    return _product("mat1", "mat2", first=1)(at) if at.node._saved_alpha == 1 else None
+        return Elementwise(at, scale=at.node._saved_beta)
+    return _product(at, "mat1", "mat2", first=1) if at.node._saved_alpha == 1 else None
 
 
 @dataclass(kw_only=True)
@@ -329,7 +326,7 @@ CONVOLUTION = ("stride", "padding", "dilation", "groups", "transposed", "output_
 def _convolution(at: Weight) -> Use | None:
     """Read the kernel (place 1) or the bias (place 2) of a convolution."""
     if at.place == 2:
-        return elementwise(at, channels=True)
+        return Elementwise(at, channels=True)
     inputs = at.saved("input")
     if at.place == 0 or inputs.is_complex():
         return None
@@ -340,16 +337,24 @@ def _convolution(at: Weight) -> Use | None:
 
 @dataclass
 class Elementwise(Use):
-    r"""``x ⊙ w`` or ``x + w`` with ``w`` broadcast over samples: scales, shifts and biases.
+    r"""``x ⊙ w`` or ``x + w``, times ``scale``, with ``w`` broadcast over samples: scales, shifts and biases.
 
-    ``aligned`` is the weight's shape as it meets the output's axes; ``factor`` returns what the
-    weight is multiplied by (a function, so that it is computed only when it is needed). A real
-    weight that meets a complex tensor has the gradient ``Re(b · conj(factor))``.
+    ``factor`` returns what the weight is multiplied by (a function, so that it is computed only
+    when it is needed). The weight is broadcast as usual, or has the ``channels`` of axis 1;
+    ``aligned`` is its shape as it meets the output's axes. A real weight that meets a complex
+    tensor has the gradient ``Re(b · conj(factor))``.
     """
 
-    aligned: list[int]
-    factor: Factor
-    scale: float
+    factor: Factor = None
+    scale: float = 1
+    channels: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        axes = len(self.at.output)
+        behind = axes - 2 if self.channels else 0
+        before = axes - len(self.shape) - behind
+        self.aligned = [*[1] * before, *self.shape, *[1] * behind]
 
     def fits(self) -> bool:
         over_rows = self.aligned[self.rows.axis :][: self.rows.merged]
@@ -376,32 +381,16 @@ class Elementwise(Use):
         return b[samples]
 
 
-def elementwise(
-    at: Weight,
-    factor: Factor = None,
-    *,
-    scale: float = 1,
-    channels: bool = False,
-) -> Elementwise:
-    """Read an operation on each entry, with a weight that is broadcast, or has the ``channels`` of axis 1."""
-    axes = len(at.output)
-    shape = shape_of(at.source)
-    behind = axes - 2 if channels else 0
-    before = axes - len(shape) - behind
-    aligned = [*[1] * before, *shape, *[1] * behind]
-    return Elementwise(at, aligned, factor, scale)
-
-
 def _add(
     at: Weight,
     sign: int = 1,
 ) -> Use:
-    return elementwise(at, scale=sign * at.node._saved_alpha if at.place else 1)
+    return Elementwise(at, scale=sign * at.node._saved_alpha if at.place else 1)
 
 
 def _mul(at: Weight) -> Use:
     other = at.saved("self" if at.place else "other")
-    return elementwise(at, lambda: other)
+    return Elementwise(at, lambda: other)
 
 
 def _norm(
@@ -414,7 +403,7 @@ def _norm(
         return None
     # Where activations are checkpointed, what is saved can be had only once: not for the bias.
     factor = _normed(at, channels) if at.place == 1 else None
-    return elementwise(at, factor, channels=channels)
+    return Elementwise(at, factor, channels=channels)
 
 
 def _normed(
@@ -542,8 +531,8 @@ class Other(Use):
 Reader = Callable[[Weight], Use | None]
 
 READERS: dict[str, Reader] = {
-    "MmBackward0": _product("self", "mat2"),
-    "BmmBackward0": _product("self", "mat2", grouped=True),
+    "MmBackward0": _product,
+    "BmmBackward0": partial(_product, grouped=True),
     "AddmmBackward0": _addmm,
     "ConvolutionBackward0": _convolution,
     "EmbeddingBackward0": _embedding,
@@ -554,7 +543,7 @@ READERS: dict[str, Reader] = {
     "MulBackward0": _mul,
     "AddBackward0": _add,
     "SubBackward0": partial(_add, sign=-1),
-    "ExpandBackward0": _add,
+    "ExpandBackward0": Elementwise,
 }
 
 

@@ -260,13 +260,11 @@ class Prover:
         graph, samples = self.graph, self.samples
         self.root = self.root or graph.edge(0, graph.outputs.output_nr)
         outputs = like(self.root)
-        kinds = {outputs.dtype}
-        for node in graph.nodes:
-            kinds.update(out.dtype for out in node._input_metadata if out.dtype.is_floating_point)
+        kinds = {out.dtype for node in graph.nodes for out in node._input_metadata}
         # Random numbers are the same on every device. One draw is as large as the outputs, which
         # have a row for each token and a column for each word in a language model.
-        drawn: dict[str, Any] = {"device": "cpu"}
-        drawn["generator"] = torch.Generator().manual_seed(samples)
+        generator = torch.Generator().manual_seed(samples)
+        drawn: dict[str, Any] = {"device": "cpu", "generator": generator}
         scores = torch.rand(outputs.shape, **drawn).add_(0.5)
         scores.mul_(torch.randn(outputs.shape[1:], **drawn))  # so that samples do not cancel out
         signs = torch.randint(2, (samples,), **drawn) * 2.0 - 1
@@ -280,7 +278,7 @@ class Prover:
         self.scores, self.signs, self.factors = (
             x.to(outputs.device, outputs.dtype) for x in (scores, signs, factors)
         )
-        self.eps = max(torch.finfo(kind).eps for kind in kinds)
+        self.eps = max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
 
     def plan(self) -> Plan:
         """Return what can be shown."""

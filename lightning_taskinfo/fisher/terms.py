@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from lightning_taskinfo.fisher.proof import Plan
 FEW = 4096  # elements of a gradient up to which samples are squared together rather than one by one
 
 Formed = Iterator[tuple[slice, Tensor]]  # samples, and gradients of theirs
-Part: TypeAlias = tuple[Use, list[Tensor]]  # a use, with arranged gradients by its output
+Part = tuple[Use, list[Tensor]]  # a use, with arranged gradients by its output
 
 
 class Gradients:
@@ -188,79 +188,7 @@ def _tied_norms(
 
 # --- Gradients by the outputs of uses, brought by backward passes
 
-Receive: TypeAlias = Callable[[str, Gradients], None]  # takes those of a parameter, after its name
-
-
-class Arrivals:
-    """Hands on the gradients of each parameter as soon as those of all its uses have arrived.
-
-    Then input and output gradient of a use have become what is measured, and nothing holds them any
-    longer: a backward pass needs no more memory than that of a training.
-
-    Args:
-        graph: The graph.
-        plan: Where its uses are.
-        receive: What takes the gradients of a parameter, after its name.
-        chosen: The samples that are measured, if not all.
-
-    Attributes:
-        waiting: Uses that wait, each with the name of a parameter, by operation.
-        runs_again: Whether an operation runs once more for its use, later.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        plan: Plan,
-        receive: Receive,
-        chosen: slice | None,
-    ) -> None:
-        self.graph = graph
-        self.receive = receive
-        weights = []
-        for at in plan.places:
-            rows = at.rows if chosen is None else replace(at.rows, chosen=chosen)
-            node = graph.nodes[at.number]
-            weights.append(Weight(node, at.place, graph.edge(*at.source), rows, at.way))
-
-        uses: list[Use] = []
-        # What checkpointing has to compute again is computed once.
-        inside_a_pass(lambda: uses.extend(map(read, weights)))
-        self.runs_again = any(isinstance(use, Other) for use in uses)
-        self.waiting: dict[int, list[tuple[str, Use]]] = {}
-        self.missing: Counter[str] = Counter()  # uses of a parameter
-        self.parts: dict[str, list[tuple[Use, Tensor]]] = defaultdict(list)
-        for at, use in zip(plan.places, uses, strict=True):
-            self.missing.update(at.names)
-            for name in at.names:
-                self.waiting.setdefault(at.number, []).append((name, use))
-
-    def add(
-        self,
-        operation: int,
-        scores: Tensor | None,
-    ) -> None:
-        """Take the gradients ``[S, ...]`` by an operation's output; None if there are none."""
-        if scores is not None:
-            scores = at_least_float32(scores)
-        for name, use in self.waiting.pop(operation):
-            self.missing[name] -= 1
-            if scores is not None:
-                self.parts[name].append((use, scores))
-            if name in self.parts and not self.missing[name]:
-                leaf = self.graph.edge(self.graph.leaves[name])
-                self.receive(name, OfUses(leaf, self.parts.pop(name)))
-
-    def add_one(
-        self,
-        operation: int,
-        gradients: Sequence[Tensor | None],
-    ) -> None:
-        """Take the gradient of a pass, as a hook; a second pass over the operation is one of its use's own."""
-        if operation not in self.waiting:
-            return
-        b = gradients[0]
-        self.add(operation, None if b is None else b.detach().unsqueeze(0))
+Receive = Callable[[str, Gradients], None]  # takes those of a parameter, after its name
 
 
 def backward(
@@ -274,39 +202,84 @@ def backward(
 ) -> None:
     """Backpropagate scores of the outputs to the uses of weights.
 
-    Several scores go together, which is quicker than one by one, and hold what they bring to all
-    uses.
+    The gradients of a parameter are handed on as soon as those by the outputs of all its uses have
+    arrived. Then input and output gradient of a use have become what is measured, and nothing holds
+    them any longer: a backward pass needs no more memory than that of a training. Several scores go
+    together, which is quicker than one by one, and hold what they bring to all uses.
 
     Args:
         graph: The graph.
         plan: Where its uses are.
-        scores: The scores, each shaped like the outputs.
+        scores: The scores, each shaped like the outputs; one where there are functions of the user's.
         receive: What takes the gradients of a parameter, after its name.
         retain_graph: Whether another pass will follow.
         chosen: The samples that are measured, if not all.
     """
     if not plan.places:
         return
-    if len(scores) > 1 and graph.functions:  # which may not run for several scores at once
-        for score in scores:
-            backward(graph, plan, [score], receive, chosen=chosen)
-        return
-    arrivals = Arrivals(graph, plan, receive, chosen)
-    waiting = [*arrivals.waiting]
+    waiting = _uses(graph, plan, chosen)
+    missing = Counter(name for uses in waiting.values() for name, _ in uses)
+    parts: dict[str, list[tuple[Use, Tensor]]] = defaultdict(list)
+
+    def add(
+        operation: int,
+        gradients: Tensor | None,
+    ) -> None:
+        """Take those ``[S, ...]`` by an operation's output; None if there are none."""
+        if gradients is not None:
+            gradients = at_least_float32(gradients)
+        # A second pass over the operation is one of its use's own.
+        for name, use in waiting.pop(operation, ()):
+            missing[name] -= 1
+            if gradients is not None:
+                parts[name].append((use, gradients))
+            if name in parts and not missing[name]:
+                leaf = graph.edge(graph.leaves[name])
+                receive(name, OfUses(leaf, parts.pop(name)))
+
+    def add_one(
+        operation: int,
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        """Take the gradient of a pass."""
+        b = gradients[0]
+        add(operation, None if b is None else b.detach().unsqueeze(0))
+
     if len(scores) > 1 or graph.functions:
         edges = [graph.edge(operation) for operation in waiting]
-        gradients = several_pulled_back(graph.outputs, edges, torch.stack(scores), graph.functions)
-        for operation in waiting:
-            arrivals.add(operation, gradients.pop(0))
+        found = several_pulled_back(graph.outputs, edges, torch.stack(scores), graph.functions)
+        for operation in [*waiting]:
+            add(operation, found.pop(0))
         return
     # The lowest uses are asked for, so that nothing is computed below them: no gradient of a
     # weight. The pass comes by all others on its way.
-    lowest = plan.lowest
-    edges = [graph.edge(operation) for operation in lowest]
-    keep = retain_graph or arrivals.runs_again
-    with hooked(graph, {*waiting} - {*lowest}, arrivals.add_one):
+    edges = [graph.edge(operation) for operation in plan.lowest]
+    others = waiting.keys() - {*plan.lowest}
+    runs_again = any(isinstance(use, Other) for uses in waiting.values() for _, use in uses)
+    with hooked(graph, others, add_one):
+        keep = retain_graph or runs_again
         captured = pulled_back(graph.outputs, edges, scores[0], retain_graph=keep)
-    for operation, b in zip(lowest, captured, strict=True):
-        arrivals.add_one(operation, (b,))
-    for operation in [*arrivals.waiting]:  # no gradient has come by
-        arrivals.add(operation, None)
+    for operation, b in zip(plan.lowest, captured, strict=True):
+        add_one(operation, (b,))
+    for operation in [*waiting]:  # no gradient has come by
+        add(operation, None)
+
+
+def _uses(
+    graph: Graph,
+    plan: Plan,
+    chosen: slice | None,
+) -> dict[int, list[tuple[str, Use]]]:
+    """Return the uses of each operation, once for each parameter, with its name."""
+    weights = []
+    for at in plan.places:
+        rows = at.rows if chosen is None else replace(at.rows, chosen=chosen)
+        node = graph.nodes[at.number]
+        weights.append(Weight(node, at.place, graph.edge(*at.source), rows, at.way))
+    uses: list[Use] = []
+    # What checkpointing has to compute again is computed once.
+    inside_a_pass(lambda: uses.extend(map(read, weights)))
+    found: dict[int, list[tuple[str, Use]]] = defaultdict(list)
+    for at, use in zip(plan.places, uses, strict=True):
+        found[at.number] += [(name, use) for name in at.names]
+    return found
