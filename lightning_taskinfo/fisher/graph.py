@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge as Edge
+from torch.linalg import vector_norm
 
 # Operations whose output has entries of one input, each once at most: of a weight they make a
 # weight.
@@ -208,8 +209,8 @@ class Graph:
         (found,) = pulled_back(weight, [self.edge(leaf)], entries.expand(shape_of(weight)))
         if found is None:
             return False
-        largest = torch.linalg.vector_norm(found, math.inf)
-        total = torch.linalg.vector_norm(found, 1, dtype=torch.float64)
+        largest = vector_norm(found, math.inf)
+        total = vector_norm(found, 1, dtype=torch.float64)
         return bool(largest == large) and bool(total == large * shape_of(weight).numel())
 
 

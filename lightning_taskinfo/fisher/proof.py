@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_taskinfo._warn import warn
@@ -292,7 +293,7 @@ class Prover:
                 break
             mixed |= failed
         plan = Plan.of(graph, self.samples, uses, rows)
-        plan.unshown = self._unshown(uses, {*rows}, mixed, silent)
+        plan.unshown = self._unshown(uses, rows, mixed, silent)
         for at in plan.places:
             if at.number in self.moved:
                 plan.moved |= at.names
@@ -312,14 +313,14 @@ class Prover:
     def _unshown(
         self,
         uses: Uses,
-        shown: set[int],
+        rows: dict[int, Rows],
         mixed: set[int],
         silent: set[int],
     ) -> dict[str, str]:
         """Return the parameters that other engines have to serve, each with the operation that is the reason."""
         graph = self.graph
         root = graph.nodes.index(self.root.node)
-        odd = uses.keys() - shown
+        odd = uses.keys() - rows.keys()
         odd |= {number for number in uses if graph.unusual(number)}
         # What mixes samples, and has rows of samples behind it, would count these rows twice.
         odd |= graph.behind(uses.keys() - odd, blocked=silent) & mixed
@@ -397,7 +398,7 @@ class Prover:
             squared = torch.zeros((), dtype=torch.float64, device=self.signs.device)
             for g in gradients:
                 if g is not None:
-                    squared += torch.linalg.vector_norm(g).square()
+                    squared += vector_norm(g).square()
             norms[number] = squared
 
         with hooked(self.graph, self.graph.behind(uses), note):
@@ -417,27 +418,19 @@ class Prover:
         scaled = self._backward(numbers, self.factors)
         found = {}
         for number, b, c in zip(numbers, plain, scaled, strict=True):
-            rows = Rows(index=nobody) if b is None or c is None else self._rows_of(number, b, c)
-            if rows is not None:
-                found[number] = rows
+            if b is None or c is None:
+                found[number] = Rows(index=nobody)
+                continue
+            floor = 16 * self.eps * vector_norm(b)
+            # Each axis, and then leading axes that are read as one.
+            ways = [Rows(axis=axis) for axis in range(b.dim())]
+            ways += [Rows(merged=merged) for merged in range(2, b.dim())]
+            for way in ways:
+                samples = self._samples(way.rows_first(b), way.rows_first(c), floor)
+                if samples is not None:
+                    found[number] = self._in_order(number, samples, way)
+                    break
         return found
-
-    def _rows_of(
-        self,
-        number: int,
-        plain: Tensor,
-        scaled: Tensor,
-    ) -> Rows | None:
-        """Try each axis, and then leading axes that are read as one."""
-        axes = plain.dim()
-        floor = 16 * self.eps * torch.linalg.vector_norm(plain)
-        ways = [Rows(axis=axis) for axis in range(axes)]
-        ways += [Rows(merged=merged) for merged in range(2, axes)]
-        for way in ways:
-            samples = self._samples(way.rows_first(plain), way.rows_first(scaled), floor)
-            if samples is not None:
-                return self._in_order(number, samples, way)
-        return None
 
     def _samples(
         self,
@@ -451,15 +444,15 @@ class Prover:
         """
         plain = plain.unsqueeze(-1).flatten(1)
         scaled = scaled.unsqueeze(-1).flatten(1)
-        norms = torch.linalg.vector_norm(plain, dim=1)
-        ratio = torch.linalg.vector_norm(scaled, dim=1) / norms
+        norms = vector_norm(plain, dim=1)
+        ratio = vector_norm(scaled, dim=1) / norms
         # The sample whose factor is nearest, and whether it explains the row.
         known, order = self.factors.sort()
         middle = (known[1:] * known[:-1]).sqrt()
         sample = order[torch.bucketize(ratio, middle)]
         factor = self.factors[sample]
         expected = factor.unsqueeze(1) * plain
-        off = torch.linalg.vector_norm(scaled - expected, dim=1)
+        off = vector_norm(scaled - expected, dim=1)
         fits = off <= self.eps**0.5 * factor * norms
         nothing = norms <= floor
         if not bool((fits | nothing).all()):
