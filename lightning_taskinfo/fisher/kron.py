@@ -190,8 +190,8 @@ class KroneckerSums:
             _diagonal(of_inputs).add_(torch.bincount(counted, minlength=use.shape[0]))
             sums.places += len(counted)
         elif isinstance(use, Conv):
-            for some in blocks(len(use.a), use.entries * use.a.shape[1] // 4):
-                patches = use.of(some).flatten(0, 1)
+            for some in blocks(len(use.inputs), use.entries // 4):
+                patches = use.patches(use.inputs[some]).mT.flatten(0, 1)
                 add_gram(of_inputs, patches)
                 sums.places += len(patches)
         else:

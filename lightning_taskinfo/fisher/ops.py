@@ -247,11 +247,11 @@ class Conv(Product):
         """Return the patches of some samples, ``[n, T, entries]``; those of the last ones are kept."""
         if self._last is None or self._last[0] != samples:
             a = self.a[samples]
-            patches = self._patches(a.flatten(0, 1))
+            patches = self.patches(a.flatten(0, 1))
             self._last = samples, as_places(patches.unflatten(0, a.shape[:2]))
         return self._last[1]
 
-    def _patches(self, a: Tensor) -> Tensor:
+    def patches(self, a: Tensor) -> Tensor:
         """Return what the kernel meets at each position, ``[rows, entries, positions]``."""
         if any(self.padding):
             sides = [size for size in reversed(self.padding) for _ in ("before", "after")]
