@@ -323,21 +323,24 @@ def several_pulled_back(
 ) -> list[Tensor | None]:
     """Pull gradients ``[S, ...]`` back to some places, ``[S, ...]`` each, in one pass, or in many where vmap fails.
 
-    Functions of the user's are for a single pass.
+    Functions of the user's on the way take one gradient after the other.
     """
-    if len(gradients) > 1:
+    if len(gradients) > 1 and not functions:
         # An error of an operation of the user's comes again if it is no matter of vmap.
         with suppress(Exception), warnings.catch_warnings():
             # What vmap takes one by one is no slower than without.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             return [*pulled_back(output, sources, gradients, batched=True)]
-    found = []
-    with restored(functions):
-        one_by_one = [pulled_back(output, sources, gradient) for gradient in gradients]
-        for parts in zip(*one_by_one, strict=True):
-            known = [part.detach().to_dense() for part in parts if part is not None]
-            found.append(torch.stack(known) if known else None)
-    return found
+    one_by_one = []
+    for gradient in gradients:
+        with restored(functions):
+            found = pulled_back(output, sources, gradient)
+            one_by_one.append([*map(copied, found)] if functions else found)
+    several = []
+    for parts in zip(*one_by_one, strict=True):
+        known = [part.detach().to_dense() for part in parts if part is not None]
+        several.append(torch.stack(known) if known else None)
+    return several
 
 
 def pulled_to_input(

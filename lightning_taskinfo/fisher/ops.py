@@ -11,7 +11,7 @@ what its backward pass needs, such as the input of a matrix product or the indic
 which runs the operation's own backward pass.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from typing import Any
@@ -43,6 +43,7 @@ class Weight:
         source: Where the weight is in the graph.
         rows: Which samples the rows of the operation's output belong to.
         way: The kinds of the operations from its parameter to it if they only move entries.
+        functions: Those of the user's among the operations that it was computed by.
     """
 
     node: Any
@@ -50,6 +51,7 @@ class Weight:
     source: Edge
     rows: Rows
     way: tuple[str, ...] | None
+    functions: Sequence[Any] = ()
 
     @property
     def output(self) -> torch.Size:

@@ -150,7 +150,8 @@ class OfUses(Gradients):
             return gradients.mT
         if use.at.source == self.leaf:
             return gradients
-        (found,) = several_pulled_back(use.at.source, [self.leaf], gradients)
+        at = use.at
+        (found,) = several_pulled_back(at.source, [self.leaf], gradients, at.functions)
         if found is None:
             return gradients.new_zeros(len(gradients), *shape_of(self.leaf))
         return found
@@ -274,8 +275,10 @@ def _uses(
     weights = []
     for at in plan.places:
         rows = at.rows if chosen is None else replace(at.rows, chosen=chosen)
+        below = graph.below(at.source[0]) if graph.functions else ()
+        own = [node for node in graph.functions if graph.nodes.index(node) in below]
         node = graph.nodes[at.number]
-        weights.append(Weight(node, at.place, graph.edge(*at.source), rows, at.way))
+        weights.append(Weight(node, at.place, graph.edge(*at.source), rows, at.way, own))
     uses: list[Use] = []
     # What checkpointing has to compute again is computed once.
     inside_a_pass(lambda: uses.extend(map(read, weights)))
