@@ -104,18 +104,6 @@ class Sums:
     places: Tensor
     squares: Tensor
 
-    def add(
-        self,
-        rows: Tensor,
-        columns: Tensor | None,
-        places: int,
-    ) -> None:
-        """Add whole matrices, of which the diagonal may be all that is kept."""
-        self.rows += _diagonal(rows) if self.rows.dim() == 1 else rows
-        if columns is not None:
-            self.columns += _diagonal(columns) if self.columns.dim() == 1 else columns
-            self.places += places
-
     def add_gradients(self, gradients: Tensor) -> None:
         """Give ``G Gᵀ`` to the rows and ``Gᵀ G`` to the columns, for gradients ``G`` of single samples."""
         G = gradients.reshape(len(gradients), len(self.rows), -1)  # [n, R, D]
@@ -358,6 +346,14 @@ def add_gram(
         total.addmm_(x.T, x)
 
 
+def add_matrix(
+    total: Tensor,
+    matrix: Tensor,
+) -> None:
+    """Add a matrix to another, or its diagonal to a vector."""
+    total += _diagonal(matrix) if total.dim() == 1 else matrix
+
+
 def _diagonal(factor: Tensor) -> Tensor:
     return factor if factor.dim() == 1 else factor.diagonal()
 
@@ -450,13 +446,15 @@ def _add_by_backpack(
             for scores, last in request.scores(outputs, of_chunk):
                 extension = _factors_from(torch.stack(scores))  # a new one: it keeps what it passes
                 with backpack(extension, retain_graph=not last):
-                    value = loss(outputs, torch.zeros_like(outputs))
-                    value.backward(retain_graph=not last)
+                    loss(outputs, torch.zeros_like(outputs)).backward(retain_graph=not last)
                 for name, p in network.named_parameters():
+                    found = sums.by_name[name]
                     rows, *columns = getattr(p, extension.savefield)
-                    by_sample = n * columns[0] if columns and not counted else None
-                    layer_name, _, _ = name.rpartition(".")
-                    sums.by_name[name].add(rows, by_sample, places[layer_name])
+                    add_matrix(found.rows, rows)
+                    if columns and not counted:
+                        add_matrix(found.columns, n * columns[0])
+                        layer_name, _, _ = name.rpartition(".")
+                        found.places += places[layer_name]
                 counted = True
 
 

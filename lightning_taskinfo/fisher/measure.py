@@ -278,8 +278,7 @@ class Measurement:
 
     def _measure(self, samples: slice) -> bool:
         """Measure a chunk; return False if its samples have to be measured alone."""
-        inputs = take(self.inputs, itemgetter(samples))
-        targets = None if self.targets is None else self.targets[samples]
+        inputs, targets = take((self.inputs, self.targets), itemgetter(samples))
 
         # 1. Forward. The graph that leads to the outputs has every use of every weight.
         outputs = self._outputs(inputs, samples.stop - samples.start)

@@ -323,8 +323,8 @@ class Prover:
         odd = uses.keys() - rows.keys()
         odd |= {number for number in uses if graph.unusual(number)}
         # What mixes samples, and has rows of samples behind it, would count these rows twice.
-        odd |= graph.behind(uses.keys() - odd, blocked=silent) & mixed
-        odd |= {root} & mixed
+        behind = graph.behind(uses.keys() - odd, blocked=silent)
+        odd |= (behind | {root}) & mixed
         odd |= uses.keys() - graph.below(root)  # as of a penalty on weights
         unshown: dict[str, str] = {}
         for number in odd:
@@ -413,13 +413,13 @@ class Prover:
         """Return which sample each row belongs to, by operation, without those of which a row belongs to several."""
         self.unsure: set[int] = set()  # operations whose rows may be others in another batch
         self.moved: set[int] = set()  # those among them whose rows have an order of their own
-        nobody = torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device)
+        no_rows = torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device)
         plain = self._backward(numbers, None)
         scaled = self._backward(numbers, self.factors)
         found = {}
         for number, b, c in zip(numbers, plain, scaled, strict=True):
             if b is None or c is None:
-                found[number] = Rows(index=nobody)
+                found[number] = Rows(index=no_rows)
                 continue
             floor = 16 * self.eps * vector_norm(b)
             # Each axis, and then leading axes that are read as one.

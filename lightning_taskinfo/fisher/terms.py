@@ -100,9 +100,8 @@ class OfUses(Gradients):
         self.leaf = leaf
         groups: dict[Any, list[Part]] = {}
         for use, scores in parts:
-            kind = id(use) if use.joint is None else use.joint
             arranged = [use.arranged(b) for b in scores]
-            groups.setdefault(kind, []).append((use, arranged))
+            groups.setdefault(use.joint or id(use), []).append((use, arranged))
         self.parts = [*map(_joined, groups.values())]
         self.only = self.parts[0] if len(parts) == 1 else None
 

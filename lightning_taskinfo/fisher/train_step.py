@@ -91,9 +91,9 @@ class StepNorms:
                 receive = partial(found.add, slice(None))
                 backward(graph, plan, [torch.ones_like(loss)], receive, chosen=chosen)
         except Exception as error:  # which would end the training
-            said = type(error) is ValueError
             kind = type(error).__name__
-            self.problem = str(error) if said else f"it could not be read ({kind}: {error})"
+            unknown = f"it could not be read ({kind}: {error})"
+            self.problem = str(error) if kind == "ValueError" else unknown
             return
         for name, p in self.parameters.items():  # in the same order on all processes
             norms = found.values.get(name)
@@ -265,9 +265,6 @@ class StepLosses:
             seen = seen.detach()
         ignored = getattr(node, "_saved_ignore_index", None)
         in_order, samples = self.in_order, self.samples
-        small = outputs.numel() <= COPIED
-        if small:
-            outputs, seen = outputs.clone(), seen.clone()
 
         def compute() -> tuple[Tensor, Tensor]:
             options = {}
@@ -284,10 +281,11 @@ class StepLosses:
                 counted = counted.reshape(samples, -1).sum(1)
             return rows, counted
 
-        if small:
-            return compute
-        computed = compute()
-        return lambda: computed
+        if outputs.numel() > COPIED:
+            computed = compute()
+            return lambda: computed
+        outputs, seen = outputs.clone(), seen.clone()  # which it computes with, later
+        return compute
 
 
 def losses_of(steps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
