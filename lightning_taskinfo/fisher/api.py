@@ -208,13 +208,12 @@ def gradient_gram(
     n = sample_count(inputs)
     device = next(model.parameters()).device
     gram = torch.zeros(n, n, dtype=torch.float64, device=device)
-    generator = request.generator
-    state = None if generator is None else generator.get_state()
+    states = [(source, source.get_state()) for source in [request.generator] if source]
     restore = keep_random_states({gram.device, torch.device("cpu")})
     wanted = {*trainable_parameters(model)}
     while wanted:  # with the same labels in every pass
-        if generator is not None and state is not None:
-            generator.set_state(state)
+        for source, state in states:
+            source.set_state(state)
         products = Gram(gram, wanted)
         # A likelihood may draw labels, too: a copy starts from the same place.
         again = replace(request, likelihood=copy(request.likelihood))

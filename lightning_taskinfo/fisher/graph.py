@@ -13,14 +13,15 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache, cached_property
-from typing import Any, TypeAlias
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache, cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge as Edge
+from torch.linalg import vector_norm
 
 # Operations whose output has entries of one input, each once at most: of a weight they make a
 # weight.
@@ -30,9 +31,10 @@ MOVE_ENTRIES = re.compile(
 )
 WHOLE = (int, tuple)  # kinds of settings that may say where rows go
 
-Source: TypeAlias = tuple[int, int]  # number of an operation, and which of its outputs
-Uses: TypeAlias = dict[int, dict[int, Source]]  # numbers of operations, with weights by place
-Signature: TypeAlias = list[tuple[Any, ...]]
+Source = tuple[int, int]  # number of an operation, and which of its outputs
+Uses = dict[int, dict[int, Source]]  # numbers of operations, with weights by place
+Signature = list[tuple[Any, ...]]
+Note = Callable[[int, Sequence[Tensor | None]], None]  # takes gradients of an operation
 
 
 class Graph:
@@ -61,16 +63,12 @@ class Graph:
         for number, node in enumerate(self.nodes):  # which grow
             sources: list[Source | None] = []
             for source, output in node.next_functions:
-                if source is None:
-                    sources.append(None)
-                    continue
-                if source not in numbers:
+                if source is not None and source not in numbers:
                     numbers[source] = len(self.nodes)
                     self.nodes.append(source)
-                sources.append((numbers[source], output))
-            name = None
-            if not sources and hasattr(node, "variable"):
-                name = names.get(id(node.variable))
+                sources.append(source and (numbers[source], output))
+            variable = None if sources else getattr(node, "variable", None)
+            name = names.get(id(variable))
             if name is not None:
                 self.leaves[name] = number
             shapes = [tuple(like.shape) for like in node._input_metadata]
@@ -211,8 +209,8 @@ class Graph:
         (found,) = pulled_back(weight, [self.edge(leaf)], entries.expand(shape_of(weight)))
         if found is None:
             return False
-        largest = torch.linalg.vector_norm(found, math.inf)
-        total = torch.linalg.vector_norm(found, 1, dtype=torch.float64)
+        largest = vector_norm(found, math.inf)
+        total = vector_norm(found, 1, dtype=torch.float64)
         return bool(largest == large) and bool(total == large * shape_of(weight).numel())
 
 
@@ -256,6 +254,26 @@ def _reached(
 
 
 @contextmanager
+def removed(handles: Sequence[Any]) -> Iterator[None]:
+    """Remove hooks afterwards, also on an exception."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def hooked(
+    graph: "Graph",
+    numbers: Iterable[int],
+    note: Note,
+) -> AbstractContextManager[None]:
+    """Note the gradients by the outputs of some operations as backward passes arrive at them."""
+    nodes = graph.nodes
+    return removed([nodes[i].register_prehook(partial(note, i)) for i in numbers])
+
+
+@contextmanager
 def restored(functions: Sequence[Any]) -> Iterator[None]:
     """Run a backward pass, and put back what functions of the user's have saved.
 
@@ -266,10 +284,9 @@ def restored(functions: Sequence[Any]) -> Iterator[None]:
     before = [x.clone() for x in saved]
     handles = [node.register_prehook(lambda got: tuple(map(copied, got))) for node in functions]
     try:
-        yield
+        with removed(handles):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         for x, kept in zip(saved, before, strict=True):
             x.data.copy_(kept)
 
@@ -306,22 +323,24 @@ def several_pulled_back(
 ) -> list[Tensor | None]:
     """Pull gradients ``[S, ...]`` back to some places, ``[S, ...]`` each, in one pass, or in many where vmap fails.
 
-    Functions of the user's are for a single pass.
+    Functions of the user's on the way take one gradient after the other.
     """
-    if len(gradients) > 1:
-        try:
-            with warnings.catch_warnings():  # what vmap takes one by one is no slower than without
-                warnings.filterwarnings("ignore", message="There is a performance drop")
-                return [*pulled_back(output, sources, gradients, batched=True)]
-        except Exception:
-            pass  # of an operation of the user's; if it is no matter of vmap, it comes again
-    found = []
-    with restored(functions):
-        one_by_one = [pulled_back(output, sources, gradient) for gradient in gradients]
-        for parts in zip(*one_by_one, strict=True):
-            known = [part.detach().to_dense() for part in parts if part is not None]
-            found.append(torch.stack(known) if known else None)
-    return found
+    if len(gradients) > 1 and not functions:
+        # An error of an operation of the user's comes again if it is no matter of vmap.
+        with suppress(Exception), warnings.catch_warnings():
+            # What vmap takes one by one is no slower than without.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            return [*pulled_back(output, sources, gradients, batched=True)]
+    one_by_one = []
+    for gradient in gradients:
+        with restored(functions):
+            found = pulled_back(output, sources, gradient)
+            one_by_one.append([*map(copied, found)] if functions else found)
+    several = []
+    for parts in zip(*one_by_one, strict=True):
+        known = [part.detach().to_dense() for part in parts if part is not None]
+        several.append(torch.stack(known) if known else None)
+    return several
 
 
 def pulled_to_input(
@@ -359,20 +378,6 @@ def inside_a_pass(function: Callable[[], None]) -> None:
         output = torch.zeros((), device="cpu", requires_grad=True) * 1.0
         output.register_hook(lambda _: function())
         output.backward()
-
-
-def pulled_to_weight(
-    output: Edge,
-    weight: Edge,
-    gradients: Tensor,
-) -> Tensor:
-    """Pull gradients ``[n, ...]`` back to what ``output`` was computed from, zeros where none arrives."""
-    if output == weight:
-        return gradients
-    (found,) = several_pulled_back(output, [weight], gradients)
-    if found is None:
-        return gradients.new_zeros(len(gradients), *shape_of(weight))
-    return found
 
 
 def shape_of(edge: Edge) -> torch.Size:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_taskinfo._nested import sample_count
+from lightning_taskinfo._nested import sample_count, split
 from lightning_taskinfo._observe import (
     at_least_float32,
     full_precision,
@@ -104,18 +104,6 @@ class Sums:
     places: Tensor
     squares: Tensor
 
-    def add(
-        self,
-        rows: Tensor,
-        columns: Tensor | None,
-        places: int,
-    ) -> None:
-        """Add whole matrices, of which the diagonal may be all that is kept."""
-        self.rows += _diagonal(rows) if self.rows.dim() == 1 else rows
-        if columns is not None:
-            self.columns += _diagonal(columns) if self.columns.dim() == 1 else columns
-            self.places += places
-
     def add_gradients(self, gradients: Tensor) -> None:
         """Give ``G Gᵀ`` to the rows and ``Gᵀ G`` to the columns, for gradients ``G`` of single samples."""
         G = gradients.reshape(len(gradients), len(self.rows), -1)  # [n, R, D]
@@ -148,8 +136,8 @@ class KroneckerSums:
         first = next(iter(parameters.values()))
         like = at_least_float32(first.detach())
 
-        def zeros(side: int) -> Tensor:
-            return like.new_zeros([side] if side > MAX_SIDE else [side, side])
+        def zeros(side: int, diagonal: bool = False) -> Tensor:
+            return like.new_zeros([side] if diagonal or side > MAX_SIDE else [side, side])
 
         self.by_name: dict[str, Sums] = {}
         self._read: set[tuple[str, int]] = set()
@@ -157,13 +145,8 @@ class KroneckerSums:
             layer, _, _ = name.rpartition(".")
             owner = model.get_submodule(layer)
             rows, columns = matrix_shape(p.shape, kernel=isinstance(owner, _ConvNd))
-            is_table = isinstance(owner, nn.Embedding)
-            self.by_name[name] = Sums(
-                like.new_zeros(rows) if is_table else zeros(rows),
-                zeros(columns),
-                places=like.new_zeros(()),
-                squares=like.new_zeros(()),
-            )
+            of_rows = zeros(rows, diagonal=isinstance(owner, nn.Embedding))
+            self.by_name[name] = Sums(of_rows, zeros(columns), *like.new_zeros(2))
 
     def add(
         self,
@@ -195,8 +178,8 @@ class KroneckerSums:
             _diagonal(of_inputs).add_(torch.bincount(counted, minlength=use.shape[0]))
             sums.places += len(counted)
         elif isinstance(use, Conv):
-            for some in blocks(len(use.a), use.entries * use.a.shape[1] // 4):
-                patches = use.of(some).flatten(0, 1)
+            for some in blocks(len(use.inputs), use.entries // 4):
+                patches = use.patches(use.inputs[some]).mT.flatten(0, 1)
                 add_gram(of_inputs, patches)
                 sums.places += len(patches)
         else:
@@ -207,10 +190,10 @@ class KroneckerSums:
     def summed(self, over_processes: Callable[[Tensor], Tensor]) -> "KroneckerSums":
         """Return the sums of all processes, by a function that adds up the tensors that each of them has."""
         whole = copy.copy(self)
-        whole.by_name = {}
-        for name, sums in self.by_name.items():
-            parts = [over_processes(part) for part in vars(sums).values()]
-            whole.by_name[name] = Sums(*parts)
+        whole.by_name = {
+            name: Sums(*map(over_processes, vars(sums).values()))
+            for name, sums in self.by_name.items()
+        }
         return whole
 
 
@@ -363,6 +346,14 @@ def add_gram(
         total.addmm_(x.T, x)
 
 
+def add_matrix(
+    total: Tensor,
+    matrix: Tensor,
+) -> None:
+    """Add a matrix to another, or its diagonal to a vector."""
+    total += _diagonal(matrix) if total.dim() == 1 else matrix
+
+
 def _diagonal(factor: Tensor) -> Tensor:
     return factor if factor.dim() == 1 else factor.diagonal()
 
@@ -425,9 +416,9 @@ def _backpack_covers(
             axes = 2
         if isinstance(layer, nn.Linear) and axes != 2:  # on sequences
             return False
-    owned = [p for _, layer in layers for p in layer.parameters()]
-    tied = len({*owned}) < len(owned) or len({layer for _, layer in layers}) < len(layers)
-    return not tied and all(p.requires_grad for p in owned)
+    owned = [x for _, layer in layers for x in (layer, *layer.parameters())]
+    tied = len({*owned}) < len(owned)
+    return not tied and all(p.requires_grad for p in model.parameters())
 
 
 def _add_by_backpack(
@@ -440,31 +431,30 @@ def _add_by_backpack(
     """Let BackPACK pass the output scores backwards, chunk by chunk, and add what it finds for each parameter."""
     from backpack import backpack, extend
 
-    step = request.chunk_size or 128
     loss = extend(nn.MSELoss(reduction="sum"))
     with observing(model), full_precision(parts(model)):
-        chain = [(name, extend(layer)) for name, layer in _layers(copy.deepcopy(model))]
-        for start in range(0, len(inputs), step):
-            chunk = slice(start, start + step)
-            outputs = at_least_float32(inputs[chunk]).detach().requires_grad_()
+        network = copy.deepcopy(model)
+        chain = [(name, extend(layer)) for name, layer in _layers(network)]
+        for chunk, of_chunk in split((inputs, targets), request.chunk_size or 128):
+            outputs = at_least_float32(chunk).detach().requires_grad_()
             n = len(outputs)
             places: dict[str, int] = {}
             for name, layer in chain:
                 outputs = layer(outputs)
                 places[name] = n * outputs.shape[2:].numel()
-            of_chunk = None if targets is None else targets[chunk]
             counted = False  # whether the inputs are
             for scores, last in request.scores(outputs, of_chunk):
                 extension = _factors_from(torch.stack(scores))  # a new one: it keeps what it passes
                 with backpack(extension, retain_graph=not last):
-                    value = loss(outputs, torch.zeros_like(outputs))
-                    value.backward(retain_graph=not last)
-                for name, layer in chain:
-                    for key, p in trainable_parameters(layer).items():
-                        rows, *columns = getattr(p, extension.savefield)
-                        by_sample = n * columns[0] if columns and not counted else None
-                        full_name = f"{name}.{key}" if name else key
-                        sums.by_name[full_name].add(rows, by_sample, places[name])
+                    loss(outputs, torch.zeros_like(outputs)).backward(retain_graph=not last)
+                for name, p in network.named_parameters():
+                    found = sums.by_name[name]
+                    rows, *columns = getattr(p, extension.savefield)
+                    add_matrix(found.rows, rows)
+                    if columns and not counted:
+                        add_matrix(found.columns, n * columns[0])
+                        layer_name, _, _ = name.rpartition(".")
+                        found.places += places[layer_name]
                 counted = True
 
 

@@ -31,7 +31,7 @@ so. What the graph of a single sample does not show either takes a plain backwar
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,9 +60,9 @@ from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Accumulator, Diagonal, Norms
-from lightning_taskinfo.fisher.graph import Graph, Signature, pulled_back, restored
+from lightning_taskinfo.fisher.graph import Graph, Signature, pulled_back, restored, shape_of
 from lightning_taskinfo.fisher.ops import BLOCK
-from lightning_taskinfo.fisher.proof import Plan, Plans, Prover, plan_of_one
+from lightning_taskinfo.fisher.proof import Plan, Plans, Prover, plan_of_one, some_of
 from lightning_taskinfo.fisher.terms import Gradients, backward
 from lightning_taskinfo.functional.likelihood import (
     Labels,
@@ -97,6 +97,7 @@ class Request:
         self,
         outputs: Tensor,
         targets: Tensor | None,
+        at_once: int = SCORES,
     ) -> Iterator[tuple[list[Tensor], bool]]:
         """Yield the output scores of a chunk, a few at a time, and whether they are the last."""
         likelihood = as_likelihood(self.likelihood)
@@ -109,9 +110,9 @@ class Request:
             mc_samples=self.mc_samples,
             generator=self.generator,
         )
-        some = list(islice(scores, SCORES))
+        some = list(islice(scores, at_once))
         while some:
-            following = list(islice(scores, SCORES))
+            following = list(islice(scores, at_once))
             yield some, not following
             some = following
 
@@ -123,8 +124,10 @@ def measure(
     request: Request,
     accumulator: Accumulator,
 ) -> None:
-    """Send the gradients of every sample into ``accumulator``."""
-    n = sample_count(inputs)
+    """Send the gradients of every sample into ``accumulator``; there may be none."""
+    n = number_of_samples(inputs)
+    if not n:
+        return
     inputs, targets = with_targets(model, inputs, targets, request.forward_fn)
     observed = parts(model)
     _check_modules(model)
@@ -174,8 +177,7 @@ def squared_norms_by_name(
 ) -> ParamDict:
     """Return the squared gradient norms ``[N]`` of each trainable parameter, by one measurement; ``N`` may be 0."""
     norms = Norms(number_of_samples(inputs))
-    if norms.n:
-        measure(model, inputs, targets, request, norms)
+    measure(model, inputs, targets, request, norms)
     found = norms.values
     zeros = torch.zeros_like(next(iter(found.values()), torch.empty(norms.n, device="cpu")))
     return {name: found.get(name, zeros) for name in trainable_parameters(model)}
@@ -189,9 +191,8 @@ def squared_gradients_by_name(
 ) -> ParamDict:
     """Return the squared gradients of each trainable parameter, summed over ``N`` samples; ``N`` may be 0."""
     found = Diagonal()
-    if number_of_samples(inputs):
-        measure(model, inputs, targets, request, found)
-    squares: ParamDict = {}
+    measure(model, inputs, targets, request, found)
+    squares = {}
     for name, p in trainable_parameters(model).items():
         known = found.values.get(name)
         squares[name] = torch.zeros_like(p).detach() if known is None else known
@@ -258,7 +259,6 @@ class Measurement:
         self.known = Known((shapes, forward_fn and ref(forward_fn)))
         self.first: Tensor | None = None  # outputs of the first sample without the others
         self.looked = False  # whether samples depend on their batch
-        self.alone = False  # whether samples are measured one by one
 
     def run(self, n: int) -> None:
         """Measure ``n`` samples, chunk by chunk."""
@@ -268,21 +268,17 @@ class Measurement:
             if self.request.chunk_size is None:
                 chunks = max(1, round(n / self._affordable()))
                 step = math.ceil(n / chunks)  # chunks of about one size
-        for start in range(0, n, step):
-            self._measure(slice(start, min(start + step, n)))
+        start = 0
+        while start < n:
+            stop = min(start + step, n)
+            if self._measure(slice(start, stop)):
+                start = stop
+            else:
+                step = 1  # from here on
 
-    def _measure(self, samples: slice) -> None:
-        """Measure the samples of a chunk together, or else one by one."""
-        if not self.alone and self._measure_chunk(samples):
-            return
-        self.alone = True
-        for sample in range(samples.start, samples.stop):
-            self._measure_chunk(slice(sample, sample + 1))
-
-    def _measure_chunk(self, samples: slice) -> bool:
+    def _measure(self, samples: slice) -> bool:
         """Measure a chunk; return False if its samples have to be measured alone."""
-        inputs = take(self.inputs, itemgetter(samples))
-        targets = None if self.targets is None else self.targets[samples]
+        inputs, targets = take((self.inputs, self.targets), itemgetter(samples))
 
         # 1. Forward. The graph that leads to the outputs has every use of every weight.
         outputs = self._outputs(inputs, samples.stop - samples.start)
@@ -294,8 +290,9 @@ class Measurement:
             return False
         receive = partial(self.accumulator.add, samples)
 
-        # 3. Scores of the outputs, a few at a time.
-        for scores, last in self.request.scores(outputs, targets):
+        # 3. Scores of the outputs, a few at a time, or one where functions of the user's run.
+        at_once = 1 if graph.functions else SCORES
+        for scores, last in self.request.scores(outputs, targets, at_once):
             if plan is not None:
                 # 4. Backward, from the scores to the outputs of the uses. As it arrives at them,
                 # 5. terms make gradients of samples, with what the operations have seen,
@@ -345,8 +342,9 @@ class Measurement:
         self.known.outputs = outputs.numel()
         graph = Graph(outputs, self.parameters)
         self.known.alone = graph.signature
-        for number in () if graph.opaque else graph.uses(set()):
-            self.known.elements += math.prod(graph.signature[number][1][0])
+        if not graph.opaque:
+            sizes = [shape_of(graph.edge(number)).numel() for number in graph.uses(set())]
+            self.known.elements = sum(sizes)
         if not self.sharded:
             _KNOWN[self.model] = self.known
 
@@ -458,12 +456,6 @@ class Measurement:
             found.update((name, p.grad) for name, p in self.parameters.items())
             self.model.zero_grad()
         return {name: g.to_dense().clone()[None] for name, g in found.items() if g is not None}
-
-
-def some_of(names: Collection[str]) -> str:
-    """Name the first few."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(sorted(names)[:3]) + more
 
 
 def _check_modules(model: nn.Module) -> None:

@@ -11,11 +11,10 @@ what its backward pass needs, such as the input of a matrix product or the indic
 which runs the operation's own backward pass.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +25,12 @@ from lightning_taskinfo.fisher.graph import Edge, inside_a_pass, like, pulled_to
 from lightning_taskinfo.fisher.proof import Rows
 
 BLOCK = 1 << 21  # elements of per-sample gradients formed at once: 8 MB in float32
-FEW = 4096  # elements of a gradient up to which samples are squared together rather than one by one
 SMALL_MAP = 100  # output positions up to which patches beat grouped convolutions
 WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels
 FEW_ENTRIES, FEW_CHANNELS = 48, 8  # a patch with so few entries, and at least so many outputs of it
 
-Scores: TypeAlias = list[Tensor]  # by score, gradients by the output of an operation
-Factor: TypeAlias = Callable[[], Tensor] | None
-Formed = Iterator[tuple[slice, Tensor]]  # samples, and gradients of theirs
+Scores = list[Tensor]  # by score, gradients by the output of an operation
+Factor = Callable[[], Tensor] | None
 
 
 @dataclass
@@ -46,6 +43,7 @@ class Weight:
         source: Where the weight is in the graph.
         rows: Which samples the rows of the operation's output belong to.
         way: The kinds of the operations from its parameter to it if they only move entries.
+        functions: Those of the user's among the operations that it was computed by.
     """
 
     node: Any
@@ -53,11 +51,12 @@ class Weight:
     source: Edge
     rows: Rows
     way: tuple[str, ...] | None
+    functions: Sequence[Any] = ()
 
     @property
-    def output(self) -> Edge:
-        """Where the operation's output is in the graph."""
-        return Edge(self.node, 0)
+    def output(self) -> torch.Size:
+        """The shape of the operation's output."""
+        return shape_of(Edge(self.node, 0))
 
     def saved(self, name: str) -> Tensor:
         """Return what the operation has kept for its backward pass."""
@@ -110,7 +109,7 @@ class Use:
     @property
     def elements(self) -> int:
         """How many numbers are needed to form the gradient of one sample."""
-        return math.prod(self.shape)
+        return self.shape.numel()
 
 
 @dataclass
@@ -195,27 +194,24 @@ class Product(Use):
 
 
 def _product(
-    left: str,
-    right: str,
+    at: Weight,
+    left: str = "self",
+    right: str = "mat2",
     *,
     first: int = 0,
     grouped: bool = False,
-) -> "Reader":
+) -> Use | None:
     """Read ``left @ right`` by the names of what is saved; ``first`` is the place of ``left``."""
-
-    def read(at: Weight) -> Use | None:
-        on_the_right = at.place > first
-        inputs = at.saved(left if on_the_right else right)
-        axis = int(not on_the_right) + int(grouped)
-        return None if inputs.is_complex() else Product(at, inputs, axis, on_the_right, grouped)
-
-    return read
+    on_the_right = at.place > first
+    inputs = at.saved(left if on_the_right else right)
+    axis = (not on_the_right) + grouped
+    return None if inputs.is_complex() else Product(at, inputs, axis, on_the_right, grouped)
 
 
 def _addmm(at: Weight) -> Use | None:
     if at.place == 0:
-        return elementwise(at, scale=at.node._saved_beta)
-    return _product("mat1", "mat2", first=1)(at) if at.node._saved_alpha == 1 else None
+        return Elementwise(at, scale=at.node._saved_beta)
+    return _product(at, "mat1", "mat2", first=1) if at.node._saved_alpha == 1 else None
 
 
 @dataclass(kw_only=True)
@@ -235,8 +231,8 @@ class Conv(Product):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.positions = shape_of(self.at.output)[2:]
-        self.entries = math.prod(self.shape[1:]) * self.positions.numel()  # of all patches
+        self.positions = self.at.output[2:]
+        self.entries = self.shape[1:].numel() * self.positions.numel()  # of all patches
         self.plain = self.groups == 1 and not self.transposed  # as patches know it
         self._last: tuple[slice, Tensor] | None = None
 
@@ -253,11 +249,11 @@ class Conv(Product):
         """Return the patches of some samples, ``[n, T, entries]``; those of the last ones are kept."""
         if self._last is None or self._last[0] != samples:
             a = self.a[samples]
-            patches = self._patches(a.flatten(0, 1))
+            patches = self.patches(a.flatten(0, 1))
             self._last = samples, as_places(patches.unflatten(0, a.shape[:2]))
         return self._last[1]
 
-    def _patches(self, a: Tensor) -> Tensor:
+    def patches(self, a: Tensor) -> Tensor:
         """Return what the kernel meets at each position, ``[rows, entries, positions]``."""
         if any(self.padding):
             sides = [size for size in reversed(self.padding) for _ in ("before", "after")]
@@ -271,7 +267,7 @@ class Conv(Product):
 
     @property
     def copied(self) -> int:
-        return 2 * max(math.prod(self.shape), self.entries * self.a.shape[1])
+        return 2 * max(self.shape.numel(), self.entries * self.a.shape[1])
 
     elements = copied
 
@@ -279,7 +275,7 @@ class Conv(Product):
     def by_patches(self) -> bool:
         """Whether patches are quicker than a grouped convolution."""
         out, channels, *kernel = self.shape
-        few = channels * math.prod(kernel) <= FEW_ENTRIES and out >= FEW_CHANNELS
+        few = self.shape[1:].numel() <= FEW_ENTRIES and out >= FEW_CHANNELS
         small = self.entries * len(self.inputs) <= BLOCK // 4
         largest_map = WIDE_MAP if out * channels >= WIDE else SMALL_MAP
         small_map = self.positions.numel() <= largest_map
@@ -317,7 +313,7 @@ class Grouped(Conv):
 
     @property
     def elements(self) -> int:
-        return max(math.prod(self.shape), BLOCK // 32)  # groups of more samples are slower
+        return max(self.shape.numel(), BLOCK // 32)  # groups of more samples are slower
 
 
 def as_places(x: Tensor) -> Tensor:
@@ -332,7 +328,7 @@ CONVOLUTION = ("stride", "padding", "dilation", "groups", "transposed", "output_
 def _convolution(at: Weight) -> Use | None:
     """Read the kernel (place 1) or the bias (place 2) of a convolution."""
     if at.place == 2:
-        return elementwise(at, channels=True)
+        return Elementwise(at, channels=True)
     inputs = at.saved("input")
     if at.place == 0 or inputs.is_complex():
         return None
@@ -343,16 +339,24 @@ def _convolution(at: Weight) -> Use | None:
 
 @dataclass
 class Elementwise(Use):
-    r"""``x ⊙ w`` or ``x + w`` with ``w`` broadcast over samples: scales, shifts and biases.
+    r"""``x ⊙ w`` or ``x + w``, times ``scale``, with ``w`` broadcast over samples: scales, shifts and biases.
 
-    ``aligned`` is the weight's shape as it meets the output's axes; ``factor`` returns what the
-    weight is multiplied by (a function, so that it is computed only when it is needed). A real
-    weight that meets a complex tensor has the gradient ``Re(b · conj(factor))``.
+    ``factor`` returns what the weight is multiplied by (a function, so that it is computed only
+    when it is needed). The weight is broadcast as usual, or has the ``channels`` of axis 1;
+    ``aligned`` is its shape as it meets the output's axes. A real weight that meets a complex
+    tensor has the gradient ``Re(b · conj(factor))``.
     """
 
-    aligned: list[int]
-    factor: Factor
-    scale: float
+    factor: Factor = None
+    scale: float = 1
+    channels: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        axes = len(self.at.output)
+        behind = axes - 2 if self.channels else 0
+        before = axes - len(self.shape) - behind
+        self.aligned = [*[1] * before, *self.shape, *[1] * behind]
 
     def fits(self) -> bool:
         over_rows = self.aligned[self.rows.axis :][: self.rows.merged]
@@ -365,12 +369,10 @@ class Elementwise(Use):
             product = product.real
         first = self.rows.axis
         behind = first + self.rows.merged
-        sizes = [1, *self.aligned[:first], *self.aligned[behind:]]  # of what is not the sample
-        summed = [axis for axis, size in enumerate(sizes, start=1) if size == 1]
+        others = [*self.aligned[:first], *self.aligned[behind:]]  # axes of a row
         product = self.rows.samples_first(product)
-        if any(product.shape[axis] != 1 for axis in summed):
-            product = product.sum(summed)
-        gradients = product.reshape(-1, *self.shape)
+        summed = product.sum_to_size(len(product), 1, *others)
+        gradients = summed.reshape(-1, *self.shape)
         return gradients if self.scale == 1 else gradients * self.scale
 
     def gradients(
@@ -381,32 +383,16 @@ class Elementwise(Use):
         return b[samples]
 
 
-def elementwise(
-    at: Weight,
-    factor: Factor = None,
-    *,
-    scale: float = 1,
-    channels: bool = False,
-) -> Elementwise:
-    """Read an operation on each entry, with a weight that is broadcast, or has the ``channels`` of axis 1."""
-    axes = len(shape_of(at.output))
-    shape = shape_of(at.source)
-    behind = axes - 2 if channels else 0
-    before = axes - len(shape) - behind
-    aligned = [*[1] * before, *shape, *[1] * behind]
-    return Elementwise(at, aligned, factor, scale)
-
-
 def _add(
     at: Weight,
     sign: int = 1,
 ) -> Use:
-    return elementwise(at, scale=sign * at.node._saved_alpha if at.place else 1)
+    return Elementwise(at, scale=sign * at.node._saved_alpha if at.place else 1)
 
 
 def _mul(at: Weight) -> Use:
     other = at.saved("self" if at.place else "other")
-    return elementwise(at, lambda: other)
+    return Elementwise(at, lambda: other)
 
 
 def _norm(
@@ -419,7 +405,7 @@ def _norm(
         return None
     # Where activations are checkpointed, what is saved can be had only once: not for the bias.
     factor = _normed(at, channels) if at.place == 1 else None
-    return elementwise(at, factor, channels=channels)
+    return Elementwise(at, factor, channels=channels)
 
 
 def _normed(
@@ -525,35 +511,30 @@ class Other(Use):
         b: Tensor,
         samples: slice,
     ) -> Tensor:
-        output = shape_of(self.at.output)
-        count = output.numel() // b.shape[2:].numel()  # of rows
+        at = self.at
+        count = at.output.numel() // b.shape[2:].numel()  # of rows
         numbers = self.rows.numbers(count)[samples]  # [n, repeat]
         b = b[samples]  # [n, repeat, ...]
         parts = b.new_zeros(len(b), count + 1, *b.shape[2:])  # one row more, for no row
         sample = torch.arange(len(b), device=numbers.device).unsqueeze(1)
         parts[sample, numbers] = b
         parts = parts[:, :-1].movedim(1, self.rows.axis + 1)
-        gradients = parts.reshape(len(b), *output)
+        gradients = parts.reshape(len(b), *at.output)
+        pull = partial(pulled_to_input, at.node, at.place, at.source)
         found: list[Tensor] = []
-
-        def run() -> None:
-            at = self.at
-            for gradient in gradients:
-                found.append(pulled_to_input(at.node, at.place, at.source, gradient))
-
-        inside_a_pass(run)
+        inside_a_pass(lambda: found.extend(map(pull, gradients)))
         return torch.stack(found)
 
     @property
     def elements(self) -> int:
-        return max(shape_of(self.at.output).numel(), math.prod(self.shape))
+        return max(self.at.output.numel(), self.shape.numel())
 
 
 Reader = Callable[[Weight], Use | None]
 
 READERS: dict[str, Reader] = {
-    "MmBackward0": _product("self", "mat2"),
-    "BmmBackward0": _product("self", "mat2", grouped=True),
+    "MmBackward0": _product,
+    "BmmBackward0": partial(_product, grouped=True),
     "AddmmBackward0": _addmm,
     "ConvolutionBackward0": _convolution,
     "EmbeddingBackward0": _embedding,
@@ -564,7 +545,7 @@ READERS: dict[str, Reader] = {
     "MulBackward0": _mul,
     "AddBackward0": _add,
     "SubBackward0": partial(_add, sign=-1),
-    "ExpandBackward0": _add,
+    "ExpandBackward0": Elementwise,
 }
 
 
@@ -603,11 +584,8 @@ def product_norms(
     if positions * (wide + high) < wide * high:  # ghost norm: Σ_{t,s} (a_t·a_s)(b_t·b_s)
         products = (a @ a.mT) * (b @ b.mT)
         return products.flatten(1).sum(1)
-    norms = []
-    for samples in blocks(len(a), a[0].numel() // positions * high):
-        gradients = b[samples].mT @ a[samples]
-        norms.append(squared_norms(gradients))
-    return torch.cat(norms)
+    some = blocks(len(a), a[0].numel() // positions * high)
+    return torch.cat([squared_norms(b[samples].mT @ a[samples]) for samples in some])
 
 
 def squared_norms(x: Tensor) -> Tensor:
@@ -616,32 +594,6 @@ def squared_norms(x: Tensor) -> Tensor:
         return x.square()
     others = tuple(range(1, x.dim()))
     return torch.linalg.vector_norm(x, dim=others).square_()
-
-
-def sum_of_norms(formed: Formed) -> Tensor:
-    """Return the squared norm of each sample's gradient, of gradients ``[n, *shape]`` for several scores each."""
-    norms: dict[int, Tensor] = {}
-    for samples, gradients in formed:
-        some = squared_norms(gradients)
-        if samples.start in norms:
-            some += norms[samples.start]
-        norms[samples.start] = some
-    return torch.cat([*norms.values()])
-
-
-def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
-    """Add the squares of gradients ``[n, *shape]`` of all samples and scores, with no copy of large ones."""
-    squares: Tensor | None = None
-    for some in gradients:
-        if squares is None:
-            squares = torch.zeros_like(some[0])
-        if squares.numel() < FEW:
-            squares += some.square().sum(0)
-        else:
-            for g in some:
-                squares.addcmul_(g, g)
-    assert squares is not None
-    return squares
 
 
 def total(parts: Iterable[Tensor]) -> Tensor:

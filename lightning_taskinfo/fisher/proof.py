@@ -20,14 +20,14 @@ graph where weights may meet samples.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import compress
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_taskinfo._warn import warn
@@ -37,9 +37,11 @@ from lightning_taskinfo.fisher.graph import (
     Source,
     Uses,
     copied,
+    hooked,
     like,
     pulled_back,
     restored,
+    shape_of,
 )
 
 # Operations that move rows to places that depend on data: what was shown for one batch says nothing
@@ -50,8 +52,6 @@ MOVE_ROWS = re.compile(
 )
 
 PLANS = 64  # kept of a model, as for sentences of different lengths
-
-Note: TypeAlias = Callable[[int, Sequence[Tensor | None]], None]  # takes gradients of an operation
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ class Plan:
     samples: int
     places: list[Place]
     lowest: list[int]
-    unshown: dict[str, str]
+    unshown: dict[str, str] = field(default_factory=dict)
     lasting: bool = False
     seen: bool = False
     moved: set[str] = field(default_factory=set)
@@ -150,7 +150,6 @@ class Plan:
         samples: int,
         uses: Uses,
         rows: dict[int, Rows],
-        unshown: dict[str, str],
     ) -> "Plan":
         """Return a plan of the uses whose rows are known."""
         places = []
@@ -161,7 +160,7 @@ class Plan:
                 places.append(Place(number, place, source, found, names, way))
         above = graph.behind(rows)
         lowest = [number for number in rows if number not in above]
-        return cls(graph.signature, samples, places, lowest, unshown)
+        return cls(graph.signature, samples, places, lowest)
 
 
 class Plans:
@@ -186,7 +185,7 @@ class Plans:
         if plan is None:
             return None
         plan.asked += 1
-        power_of_four = plan.asked & (plan.asked - 1) == 0 and plan.asked.bit_length() % 2
+        power_of_four = (math.log2(plan.asked) / 2).is_integer()
         return None if power_of_four else plan
 
     def keep(self, plan: Plan) -> Plan:
@@ -195,14 +194,13 @@ class Plans:
         changed = plan.moved | plan.unshown.keys()
         if before is not None:
             plan.asked = before.asked
-            self.kept = [kept for kept in self.kept if kept is not before]
+            self.kept.remove(before)
             if changed:
                 self.kept = []
                 self.moving = True
-                names = ", ".join(sorted(changed)[:3])
                 warn(
-                    f"The model moves samples by their values on the way from {names}, which the batches before did "
-                    "not show: what was measured on it so far may be wrong, from here on it is right."
+                    f"The model moves samples by their values on the way from {some_of(changed)}, which the batches "
+                    "before did not show: what was measured on it so far may be wrong, from here on it is right."
                 )
         if plan.lasting and not plan.unshown and not self.moving:
             self.kept = [*self.kept[1 - PLANS :], plan]
@@ -213,25 +211,29 @@ class Plans:
         signature: Signature,
         samples: int,
     ) -> Plan | None:
-        for plan in self.kept:
-            if plan.samples == samples and plan.signature == signature:
-                return plan
-        return None
+        plans = (plan for plan in self.kept if plan.samples == samples)
+        return next((plan for plan in plans if plan.signature == signature), None)
+
+
+def some_of(names: Collection[str]) -> str:
+    """Name the first few."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more
 
 
 def plan_of_one(graph: Graph) -> Plan | None:
     """Return the plan of a graph of one sample, to whom all rows belong; None where a use is unusual."""
     uses = graph.uses(set())
-    rows: dict[int, Rows] = {}
+    rows = {}
     for number in uses:
-        shape = torch.Size(graph.signature[number][1][0])
+        shape = shape_of(graph.edge(number))
         if not shape or graph.unusual(number):
             return None
         if shape.numel():  # not as of an expert without a token
             rows[number] = Rows(repeat=shape[0])
     if graph.functions:
         return None
-    plan = Plan.of(graph, 1, uses, rows, {})
+    plan = Plan.of(graph, 1, uses, rows)
     plan.lasting = True
     return plan
 
@@ -259,13 +261,11 @@ class Prover:
         graph, samples = self.graph, self.samples
         self.root = self.root or graph.edge(0, graph.outputs.output_nr)
         outputs = like(self.root)
-        kinds = {outputs.dtype}
-        for node in graph.nodes:
-            kinds.update(out.dtype for out in node._input_metadata if out.dtype.is_floating_point)
+        kinds = {out.dtype for node in graph.nodes for out in node._input_metadata}
         # Random numbers are the same on every device. One draw is as large as the outputs, which
         # have a row for each token and a column for each word in a language model.
-        drawn: dict[str, Any] = {"device": "cpu"}
-        drawn["generator"] = torch.Generator().manual_seed(samples)
+        generator = torch.Generator().manual_seed(samples)
+        drawn: dict[str, Any] = {"device": "cpu", "generator": generator}
         scores = torch.rand(outputs.shape, **drawn).add_(0.5)
         scores.mul_(torch.randn(outputs.shape[1:], **drawn))  # so that samples do not cancel out
         signs = torch.randint(2, (samples,), **drawn) * 2.0 - 1
@@ -276,13 +276,10 @@ class Prover:
         span = 12 if torch.float16 in kinds else 40  # which float16 has little room for
         order = torch.randperm(samples, **drawn)
         factors = torch.exp2((order - samples // 2) * min(1.0, span / samples))
-        where = (outputs.device, outputs.dtype)
-        self.scores = scores.to(*where)
-        self.signs = signs.to(*where)
-        self.factors = factors.to(*where)
-        self.eps = max(torch.finfo(kind).eps for kind in kinds)
-        self.unsure: set[int] = set()  # operations whose rows may be others in another batch
-        self.moved: set[int] = set()  # those among them whose rows have an order of their own
+        self.scores, self.signs, self.factors = (
+            x.to(outputs.device, outputs.dtype) for x in (scores, signs, factors)
+        )
+        self.eps = max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
 
     def plan(self) -> Plan:
         """Return what can be shown."""
@@ -290,51 +287,44 @@ class Prover:
         mixed, silent = self._mixed([*graph.uses(set())])
         for _ in range(self.rounds):
             uses = graph.uses(mixed)
-            self.unsure = set()
-            self.moved = set()
             rows = self._rows([*uses])
             failed = uses.keys() - rows.keys()
             if not failed:
                 break
             mixed |= failed
-        unshown = self._unshown(uses, {*rows}, mixed, silent)
-        plan = Plan.of(graph, self.samples, uses, rows, unshown)
+        plan = Plan.of(graph, self.samples, uses, rows)
+        plan.unshown = self._unshown(uses, rows, mixed, silent)
         for at in plan.places:
             if at.number in self.moved:
                 plan.moved |= at.names
         behind = graph.behind(rows)
-        moving = any(self._may_move(number) for number in behind)
+        # What may move rows to places that depend on data, or does what nobody knows.
+        moving = any(
+            graph.nodes[i] in graph.functions or MOVE_ROWS.search(graph.kind(i)) for i in behind
+        )
         open_ends = behind & mixed or (behind | {*rows}) & silent or self.unsure
-        lasting = not (moving or open_ends or unshown) and self._independent(mixed)
+        # What knows nothing of samples looks the same for one sample.
+        alike = len(self.alone) == len(graph.signature)
+        alike = alike and all(self.alone[i] == graph.signature[i] for i in mixed)
+        lasting = (alike or not mixed) and not (moving or open_ends or plan.unshown)
         plan.lasting = lasting and self._apart(rows)
         return plan
-
-    def _may_move(self, number: int) -> bool:
-        """Whether an operation may move rows to places that depend on data, or nothing is known about it."""
-        own = self.graph.nodes[number] in self.graph.functions
-        return own or MOVE_ROWS.search(self.graph.kind(number)) is not None
-
-    def _independent(self, mixed: set[int]) -> bool:
-        """Whether what samples are added up in looks the same for one sample, as what knows nothing of samples does."""
-        signature = self.graph.signature
-        same_size = len(self.alone) == len(signature)
-        return not mixed or (same_size and all(self.alone[i] == signature[i] for i in mixed))
 
     def _unshown(
         self,
         uses: Uses,
-        shown: set[int],
+        rows: dict[int, Rows],
         mixed: set[int],
         silent: set[int],
     ) -> dict[str, str]:
         """Return the parameters that other engines have to serve, each with the operation that is the reason."""
         graph = self.graph
         root = graph.nodes.index(self.root.node)
-        odd = uses.keys() - shown
+        odd = uses.keys() - rows.keys()
         odd |= {number for number in uses if graph.unusual(number)}
         # What mixes samples, and has rows of samples behind it, would count these rows twice.
-        odd |= graph.behind(uses.keys() - odd, blocked=silent) & mixed
-        odd |= {root} & mixed
+        behind = graph.behind(uses.keys() - odd, blocked=silent)
+        odd |= (behind | {root}) & mixed
         odd |= uses.keys() - graph.below(root)  # as of a penalty on weights
         unshown: dict[str, str] = {}
         for number in odd:
@@ -345,14 +335,8 @@ class Prover:
         self,
         numbers: list[int],
         by_sample: Tensor | None,
-        *,
-        watched: Iterable[int] = (),
-        note: Note | None = None,
     ) -> list[Tensor | None]:
-        """Backpropagate the scores, times a number for each sample, to the outputs of some operations.
-
-        On the way, note the gradients by the outputs of those that are watched.
-        """
+        """Backpropagate the scores, times a number for each sample, to the outputs of some operations."""
         if not numbers:
             return []
         functions = self.graph.functions
@@ -361,15 +345,9 @@ class Prover:
             of_samples = scores.view(self.samples, -1) * by_sample.unsqueeze(1)
             scores = of_samples.view(scores.shape)
         edges = [self.graph.edge(number) for number in numbers]
-        nodes = self.graph.nodes
-        handles = [nodes[i].register_prehook(partial(note, i)) for i in watched if note is not None]
-        try:
-            with restored(functions):
-                found = pulled_back(self.root, edges, scores)
-                return [*map(copied, found)] if functions else [*found]
-        finally:
-            for handle in handles:
-                handle.remove()
+        with restored(functions):
+            found = pulled_back(self.root, edges, scores)
+            return [*map(copied, found)] if functions else [*found]
 
     def _apart(self, rows: dict[int, Rows]) -> bool:
         """Whether no gradient of a sample can reach rows of another one, whatever the numbers on the way are.
@@ -420,11 +398,11 @@ class Prover:
             squared = torch.zeros((), dtype=torch.float64, device=self.signs.device)
             for g in gradients:
                 if g is not None:
-                    squared += torch.linalg.vector_norm(g).square()
+                    squared += vector_norm(g).square()
             norms[number] = squared
 
-        above = self.graph.behind(uses)
-        captured = self._backward(uses, by_sample, watched=above, note=note)
+        with hooked(self.graph, self.graph.behind(uses), note):
+            captured = self._backward(uses, by_sample)
         for number, b in zip(uses, captured, strict=True):
             note(number, [b])
         return norms
@@ -433,57 +411,48 @@ class Prover:
 
     def _rows(self, numbers: list[int]) -> dict[int, Rows]:
         """Return which sample each row belongs to, by operation, without those of which a row belongs to several."""
-        nobody = torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device)
+        self.unsure: set[int] = set()  # operations whose rows may be others in another batch
+        self.moved: set[int] = set()  # those among them whose rows have an order of their own
+        no_rows = torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device)
         plain = self._backward(numbers, None)
         scaled = self._backward(numbers, self.factors)
-        found: dict[int, Rows] = {}
+        found = {}
         for number, b, c in zip(numbers, plain, scaled, strict=True):
-            rows = Rows(index=nobody) if b is None or c is None else self._rows_of(number, b, c)
-            if rows is not None:
-                found[number] = rows
+            if b is None or c is None:
+                found[number] = Rows(index=no_rows)
+                continue
+            floor = 16 * self.eps * vector_norm(b)
+            # Each axis, and then leading axes that are read as one.
+            ways = [Rows(axis=axis) for axis in range(b.dim())]
+            ways += [Rows(merged=merged) for merged in range(2, b.dim())]
+            for way in ways:
+                samples = self._samples(way.rows_first(b), way.rows_first(c), floor)
+                if samples is not None:
+                    found[number] = self._in_order(number, samples, way)
+                    break
         return found
-
-    def _rows_of(
-        self,
-        number: int,
-        plain: Tensor,
-        scaled: Tensor,
-    ) -> Rows | None:
-        """Try each axis, and then leading axes that are read as one."""
-        sizes = plain.shape
-        floor = 16 * self.eps * float(torch.linalg.vector_norm(plain))
-        ways = [Rows(axis=axis) for axis in range(len(sizes))]
-        ways += [Rows(merged=merged) for merged in range(2, len(sizes))]
-        for way in ways:
-            rows = way.rows_first(plain)
-            samples = self._samples(rows, way.rows_first(scaled), floor)
-            if samples is not None:
-                return self._in_order(number, samples, way)
-        return None
 
     def _samples(
         self,
         plain: Tensor,
         scaled: Tensor,
-        floor: float,
+        floor: Tensor,
     ) -> Tensor | None:
         """Return the sample of each row, -1 where it has no gradient; None if a row belongs to several samples.
 
         A row whose norm is below ``floor`` is rounding.
         """
-        if plain.numel() == 0:
-            return torch.full((len(plain),), -1, device=plain.device)
-        plain = plain.reshape(len(plain), -1)
-        scaled = scaled.reshape(len(scaled), -1)
-        norms = torch.linalg.vector_norm(plain, dim=1)
-        ratio = torch.linalg.vector_norm(scaled, dim=1) / norms
+        plain = plain.unsqueeze(-1).flatten(1)
+        scaled = scaled.unsqueeze(-1).flatten(1)
+        norms = vector_norm(plain, dim=1)
+        ratio = vector_norm(scaled, dim=1) / norms
         # The sample whose factor is nearest, and whether it explains the row.
         known, order = self.factors.sort()
         middle = (known[1:] * known[:-1]).sqrt()
         sample = order[torch.bucketize(ratio, middle)]
         factor = self.factors[sample]
         expected = factor.unsqueeze(1) * plain
-        off = torch.linalg.vector_norm(scaled - expected, dim=1)
+        off = vector_norm(scaled - expected, dim=1)
         fits = off <= self.eps**0.5 * factor * norms
         nothing = norms <= floor
         if not bool((fits | nothing).all()):
@@ -504,13 +473,14 @@ class Prover:
         """
         n, count = self.samples, len(samples)
         known = samples >= 0
+        seen = samples[known]
         self.unsure.add(number)
         if count and count % n == 0:
             repeat = count // n
             numbers = torch.arange(count, device=samples.device)
-            in_blocks = torch.equal(samples[known], (numbers // repeat)[known])
-            in_turns = torch.equal(samples[known], (numbers % n)[known])
-            every_one = len(samples[known].unique()) == n
+            in_blocks = torch.equal(seen, numbers[known] // repeat)
+            in_turns = torch.equal(seen, numbers[known] % n)
+            every_one = len(seen.unique()) == n
             if every_one and (in_blocks or in_turns) and (repeat == 1 or in_blocks != in_turns):
                 self.unsure.remove(number)
             if in_blocks:
@@ -518,8 +488,8 @@ class Prover:
             if in_turns:
                 return replace(way, repeat=repeat, index=numbers.view(repeat, n).T)
         self.moved.add(number)
-        counts = torch.bincount(samples[known], minlength=n).tolist()
-        unknown = count - sum(counts)
+        counts = torch.bincount(seen, minlength=n).tolist()
+        unknown = count - len(seen)
         rows = samples.argsort(stable=True)[unknown:]  # -1 comes first
         index = pad_sequence(rows.split(counts), batch_first=True, padding_value=count)
         return replace(way, repeat=index.shape[1], index=index)

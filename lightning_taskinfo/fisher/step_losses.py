@@ -5,7 +5,6 @@ is computed again, without another run of the network.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +49,6 @@ class StepLosses:
         self.loss = loss
         self.samples = samples
         self.known = _known_losses(loss)
-        self.seen: Any = None
         self.in_order: Tensor | bool = False
         if len(self.known) == 1:
             self.seen = self.known[0]._saved_target
@@ -88,39 +86,28 @@ class StepLosses:
         if seen.requires_grad:
             seen = seen.detach()
         ignored = getattr(node, "_saved_ignore_index", None)
-        small = outputs.numel() <= COPIED
-        if small:
-            outputs, seen = outputs.clone(), seen.clone()
-        compute = partial(_sums, rule, outputs, seen, ignored, self.in_order, self.samples)
-        if small:
-            return compute
-        computed = compute()
-        return lambda: computed
+        in_order, samples = self.in_order, self.samples
 
+        def compute() -> tuple[Tensor, Tensor]:
+            options = {}
+            if ignored is not None:  # it is shown without its sign
+                options["ignore_index"] = ignored - 2**64 if ignored >= 2**63 else ignored
+            rows = rule(
+                at_least_float32(outputs), at_least_float32(seen), reduction="none", **options
+            )
+            counted = torch.ones_like(rows) if ignored is None else seen != options["ignore_index"]
+            if in_order is not True:
+                counted = counted * in_order
+            if rows.shape != (samples,):
+                rows = rows.reshape(samples, -1).sum(1)
+                counted = counted.reshape(samples, -1).sum(1)
+            return rows, counted
 
-def _sums(
-    rule: Callable[..., Tensor],
-    outputs: Tensor,
-    seen: Tensor,
-    ignored: int | None,
-    in_order: Tensor | bool,
-    samples: int,
-) -> tuple[Tensor, Tensor]:
-    outputs = at_least_float32(outputs)
-    if ignored is None:
-        rows = rule(outputs, at_least_float32(seen), reduction="none")
-        counted = torch.ones_like(rows)
-    else:
-        if ignored >= 2**63:  # it is shown without its sign
-            ignored -= 2**64
-        rows = rule(outputs, seen, reduction="none", ignore_index=ignored)
-        counted = seen != ignored
-    if in_order is not True:
-        counted = counted * in_order
-    if rows.shape != (samples,):
-        rows = rows.reshape(samples, -1).sum(1)
-        counted = counted.reshape(samples, -1).sum(1)
-    return rows, counted
+        if outputs.numel() > COPIED:
+            computed = compute()
+            return lambda: computed
+        outputs, seen = outputs.clone(), seen.clone()  # which it computes with, later
+        return compute
 
 
 def losses_of(steps: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -162,11 +149,11 @@ def _same_order(
         return False
     if targets is None:
         return len(seen) == samples
-    if not isinstance(targets, Tensor) or targets.dim() == 0 or len(targets) != samples:
+    if not isinstance(targets, Tensor) or targets.shape[:1] != (samples,):
         return False
     rows = seen.reshape(samples, -1)
     labels = targets.reshape(samples, -1).to(seen.dtype)
-    same: Tensor | bool = False
+    same: Any = False
     if rows.shape == labels.shape:
         same = (rows == labels).all()
         rows = rows[:, :-1]  # the last one is padding where they are shifted

@@ -4,11 +4,12 @@ The gradient of a use's weight is pulled back to the parameter that it was compu
 only moved entries, squares can be pulled back instead of gradients, and norms stay as they are.
 """
 
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeAlias
+from dataclasses import replace
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,28 +18,29 @@ from lightning_taskinfo._observe import at_least_float32
 from lightning_taskinfo.fisher.graph import (
     Edge,
     Graph,
+    hooked,
     inside_a_pass,
     pulled_back,
-    pulled_to_weight,
     several_pulled_back,
     shape_of,
 )
 from lightning_taskinfo.fisher.ops import (
     Embedding,
-    Formed,
     Other,
     Product,
     Use,
     Weight,
     blocks,
     read,
-    sum_of_norms,
-    sum_of_squares,
+    squared_norms,
     total,
 )
 from lightning_taskinfo.fisher.proof import Plan
 
-Part: TypeAlias = tuple[Use, list[Tensor]]  # a use, with arranged gradients by its output
+FEW = 4096  # elements of a gradient up to which samples are squared together rather than one by one
+
+Formed = Iterator[tuple[slice, Tensor]]  # samples, and gradients of theirs
+Part = tuple[Use, list[Tensor]]  # a use, with arranged gradients by its output
 
 
 class Gradients:
@@ -55,11 +57,26 @@ class Gradients:
 
     def norms(self) -> Tensor:
         """Return the squared norm of each sample's gradient, summed over scores."""
-        return sum_of_norms(self.formed())
+        norms: dict[int, Tensor] = {}
+        for samples, gradients in self.formed():
+            some = squared_norms(gradients)
+            if samples.start in norms:
+                some += norms[samples.start]
+            norms[samples.start] = some
+        return torch.cat([*norms.values()])
 
     def diagonal(self) -> Tensor:
-        """Return the squared gradients, summed over samples and scores."""
-        return sum_of_squares(g for _, g in self.formed())
+        """Return the squared gradients, summed over samples and scores, with no copy of large ones."""
+        squares: Any = None
+        for _, gradients in self.formed():
+            if squares is None:
+                squares = torch.zeros_like(gradients[0])
+            if squares.numel() < FEW:
+                squares += gradients.square().sum(0)
+            else:
+                for g in gradients:
+                    squares.addcmul_(g, g)
+        return squares
 
     def one_product(self) -> tuple[Tensor, Tensor] | None:
         """Return ``left`` and ``right``, each ``[N, ...]``, where each sample's gradient is ``left rightᵀ``."""
@@ -83,9 +100,8 @@ class OfUses(Gradients):
         self.leaf = leaf
         groups: dict[Any, list[Part]] = {}
         for use, scores in parts:
-            kind = id(use) if use.joint is None else use.joint
             arranged = [use.arranged(b) for b in scores]
-            groups.setdefault(kind, []).append((use, arranged))
+            groups.setdefault(use.joint or id(use), []).append((use, arranged))
         self.parts = [*map(_joined, groups.values())]
         self.only = self.parts[0] if len(parts) == 1 else None
 
@@ -121,8 +137,7 @@ class OfUses(Gradients):
                 of_uses = []
                 for use, arranged in self.parts:
                     of_uses.append(self._pulled(use, use.gradients(arranged[i], samples)))
-                first, *others = of_uses
-                yield samples, sum(others, start=first)
+                yield samples, reduce(torch.add, of_uses)
 
     def _pulled(
         self,
@@ -132,7 +147,13 @@ class OfUses(Gradients):
         """Return gradients ``[n, ...]`` of the parameter, from those of the weight that a use has seen."""
         if use.at.way == ("TBackward0",) and gradients.dim() == 3:  # as of every linear layer
             return gradients.mT
-        return pulled_to_weight(use.at.source, self.leaf, gradients)
+        if use.at.source == self.leaf:
+            return gradients
+        at = use.at
+        (found,) = several_pulled_back(at.source, [self.leaf], gradients, at.functions)
+        if found is None:
+            return gradients.new_zeros(len(gradients), *shape_of(self.leaf))
+        return found
 
 
 def _joined(parts: list[Part]) -> Part:
@@ -167,144 +188,100 @@ def _tied_norms(
 
 # --- Gradients by the outputs of uses, brought by backward passes
 
-
-@dataclass
-class Pending:
-    """A parameter that waits for the gradients by the outputs of its uses.
-
-    Attributes:
-        name: The parameter's name.
-        leaf: Where it is in the graph.
-        waiting: Its uses that wait, by operation.
-        parts: Uses with their gradients.
-    """
-
-    name: str
-    leaf: Edge
-    waiting: dict[int, list[Use]] = field(default_factory=dict)
-    parts: list[tuple[Use, Tensor]] = field(default_factory=list)
-
-
-class Arrivals:
-    """Hands on the gradients of each parameter as soon as those of all its uses have arrived.
-
-    Then input and output gradient of a use have become what is measured, and nothing holds them any
-    longer: a backward pass needs no more memory than that of a training.
-
-    Args:
-        graph: The graph.
-        plan: Where its uses are.
-        receive: What takes the gradients of a parameter, after its name.
-        chosen: The samples that are measured, if not all.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        plan: Plan,
-        receive: Callable[[str, Gradients], None],
-        chosen: slice | None = None,
-    ) -> None:
-        self.receive = receive
-        self.waiting: dict[int, list[Pending]] = {}  # by operation
-        weights = []
-        for at in plan.places:
-            rows = at.rows if chosen is None else replace(at.rows, chosen=chosen)
-            node = graph.nodes[at.number]
-            weights.append(Weight(node, at.place, graph.edge(*at.source), rows, at.way))
-
-        uses: list[Use] = []
-        # What checkpointing has to compute again is computed once.
-        inside_a_pass(lambda: uses.extend(map(read, weights)))
-        self.runs_again = any(isinstance(use, Other) for use in uses)  # an operation, later
-        pending: dict[str, Pending] = {}
-        for at, use in zip(plan.places, uses, strict=True):
-            for name in at.names:
-                if name not in pending:
-                    pending[name] = Pending(name, graph.edge(graph.leaves[name]))
-                pending[name].waiting.setdefault(at.number, []).append(use)
-        for one in pending.values():
-            for operation in one.waiting:
-                self.waiting.setdefault(operation, []).append(one)
-
-    def add(
-        self,
-        operation: int,
-        scores: Tensor | None,
-    ) -> None:
-        """Take the gradients ``[S, ...]`` by an operation's output; None if there are none."""
-        if scores is not None:
-            scores = at_least_float32(scores)
-        for one in self.waiting.pop(operation):
-            for use in one.waiting.pop(operation):
-                if scores is not None:
-                    one.parts.append((use, scores))
-            if one.parts and not one.waiting:
-                self.receive(one.name, OfUses(one.leaf, one.parts))
-
-    def add_one(
-        self,
-        operation: int,
-        gradients: tuple[Tensor | None, ...],
-    ) -> None:
-        """Take the gradient of a pass, as a hook; a second pass over the operation is one of its use's own."""
-        if operation not in self.waiting:
-            return
-        b = gradients[0]
-        self.add(operation, None if b is None else b.detach().unsqueeze(0))
+Receive = Callable[[str, Gradients], None]  # takes those of a parameter, after its name
 
 
 def backward(
     graph: Graph,
     plan: Plan,
     scores: list[Tensor],
-    receive: Callable[[str, Gradients], None],
+    receive: Receive,
     *,
     retain_graph: bool = True,
     chosen: slice | None = None,
 ) -> None:
     """Backpropagate scores of the outputs to the uses of weights.
 
-    Several scores go together, which is quicker than one by one, and hold what they bring to all
-    uses.
+    The gradients of a parameter are handed on as soon as those by the outputs of all its uses have
+    arrived. Then input and output gradient of a use have become what is measured, and nothing holds
+    them any longer: a backward pass needs no more memory than that of a training. Several scores go
+    together, which is quicker than one by one, and hold what they bring to all uses.
 
     Args:
         graph: The graph.
         plan: Where its uses are.
-        scores: The scores, each shaped like the outputs.
+        scores: The scores, each shaped like the outputs; one where there are functions of the user's.
         receive: What takes the gradients of a parameter, after its name.
         retain_graph: Whether another pass will follow.
         chosen: The samples that are measured, if not all.
     """
-    arrivals = Arrivals(graph, plan, receive, chosen)
-    waiting = [*arrivals.waiting]
-    if not waiting:
+    if not plan.places:
         return
-    if len(scores) > 1 and graph.functions:  # which may not run for several scores at once
-        for score in scores:
-            backward(graph, plan, [score], receive, chosen=chosen)
-        return
+    waiting = _uses(graph, plan, chosen)
+    missing = Counter(name for uses in waiting.values() for name, _ in uses)
+    parts: dict[str, list[tuple[Use, Tensor]]] = defaultdict(list)
+
+    def add(
+        operation: int,
+        gradients: Tensor | None,
+    ) -> None:
+        """Take those ``[S, ...]`` by an operation's output; None if there are none."""
+        if gradients is not None:
+            gradients = at_least_float32(gradients)
+        # A second pass over the operation is one of its use's own.
+        for name, use in waiting.pop(operation, ()):
+            missing[name] -= 1
+            if gradients is not None:
+                parts[name].append((use, gradients))
+            if name in parts and not missing[name]:
+                leaf = graph.edge(graph.leaves[name])
+                receive(name, OfUses(leaf, parts.pop(name)))
+
+    def add_one(
+        operation: int,
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        """Take the gradient of a pass."""
+        b = gradients[0]
+        add(operation, None if b is None else b.detach().unsqueeze(0))
+
     if len(scores) > 1 or graph.functions:
         edges = [graph.edge(operation) for operation in waiting]
-        gradients = several_pulled_back(graph.outputs, edges, torch.stack(scores), graph.functions)
-        for operation in waiting:
-            arrivals.add(operation, gradients.pop(0))
+        found = several_pulled_back(graph.outputs, edges, torch.stack(scores), graph.functions)
+        for operation in [*waiting]:
+            add(operation, found.pop(0))
         return
     # The lowest uses are asked for, so that nothing is computed below them: no gradient of a
     # weight. The pass comes by all others on its way.
-    lowest = plan.lowest
-    handles = []
-    for operation in {*waiting} - {*lowest}:
-        take = partial(arrivals.add_one, operation)
-        handles.append(graph.nodes[operation].register_prehook(take))
-    edges = [graph.edge(operation) for operation in lowest]
-    keep = retain_graph or arrivals.runs_again
-    try:
+    edges = [graph.edge(operation) for operation in plan.lowest]
+    others = waiting.keys() - {*plan.lowest}
+    runs_again = any(isinstance(use, Other) for uses in waiting.values() for _, use in uses)
+    with hooked(graph, others, add_one):
+        keep = retain_graph or runs_again
         captured = pulled_back(graph.outputs, edges, scores[0], retain_graph=keep)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for operation, b in zip(lowest, captured, strict=True):
-        arrivals.add_one(operation, (b,))
-    for operation in [*arrivals.waiting]:  # no gradient has come by
-        arrivals.add(operation, None)
+    for operation, b in zip(plan.lowest, captured, strict=True):
+        add_one(operation, (b,))
+    for operation in [*waiting]:  # no gradient has come by
+        add(operation, None)
+
+
+def _uses(
+    graph: Graph,
+    plan: Plan,
+    chosen: slice | None,
+) -> dict[int, list[tuple[str, Use]]]:
+    """Return the uses of each operation, once for each parameter, with its name."""
+    weights = []
+    for at in plan.places:
+        rows = at.rows if chosen is None else replace(at.rows, chosen=chosen)
+        below = graph.below(at.source[0]) if graph.functions else ()
+        own = [node for node in graph.functions if graph.nodes.index(node) in below]
+        node = graph.nodes[at.number]
+        weights.append(Weight(node, at.place, graph.edge(*at.source), rows, at.way, own))
+    uses: list[Use] = []
+    # What checkpointing has to compute again is computed once.
+    inside_a_pass(lambda: uses.extend(map(read, weights)))
+    found: dict[int, list[tuple[str, Use]]] = defaultdict(list)
+    for at, use in zip(plan.places, uses, strict=True):
+        found[at.number] += [(name, use) for name in at.names]
+    return found

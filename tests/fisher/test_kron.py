@@ -362,6 +362,35 @@ def test_samples_of_another_kind_are_measured_by_their_whole_gradients():
     assert any(torch.isclose(factors["a.weight"].trace(), kind) for kind in kinds)
 
 
+class Kept(nn.Module):
+    """A layer that sees the frames of each sample whose first number is positive."""
+
+    def __init__(self, layer: nn.Module, *position: int) -> None:
+        super().__init__()
+        self.layer, self.c, self.position = layer, nn.Linear(4, 3), position
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[:, :, 0] > 0
+        rows = x[kept].reshape(-1, 5, *self.position)
+        h = x.new_zeros(*kept.shape, 4)
+        h[kept] = self.layer(rows).flatten(1).tanh()
+        return self.c(h.sum(1))
+
+
+def test_a_convolution_of_one_position_has_the_factors_of_a_linear_layer_where_samples_have_unlike_numbers_of_rows():
+    torch.manual_seed(0)
+    linear, conv = Kept(nn.Linear(5, 4)).double(), Kept(nn.Conv1d(5, 4, 1), 1).double()
+    for own, given in zip(conv.parameters(), linear.parameters(), strict=True):
+        own.data.copy_(given.view_as(own))
+    inputs = torch.randn(4, 6, 5, dtype=torch.float64)
+    inputs[:, :, 0] = torch.where(torch.arange(6) < torch.tensor([[6], [1], [2], [1]]), 1.0, -1.0)
+    found, expected = (
+        kronecker_factors(net, inputs, labels="exact")["layer.weight"] for net in (conv, linear)
+    )
+    torch.testing.assert_close(found.rows, expected.rows)
+    torch.testing.assert_close(found.columns, expected.columns)
+
+
 @pytest.mark.parametrize("way", ["own", "backpack"])
 def test_long_sides_keep_their_diagonal(way, monkeypatch):
     serve(way, monkeypatch)

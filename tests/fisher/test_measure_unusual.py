@@ -196,3 +196,31 @@ def test_functions_that_overwrite_what_they_have_saved(times, labels):
             found = quantity(net, x[:n], y[:n], labels=labels)
             torch.testing.assert_close(found, quantity(twin, x[:n], y[:n], labels=labels))
     torch.testing.assert_close(gradient_gram(net, x, y), gradient_gram(twin, x, y))
+
+
+class Overwritten(torch.autograd.Function):
+    """The sine, whose backward pass writes the gradient over what was saved."""
+
+    @staticmethod
+    def forward(ctx, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w.cos())
+        return w.sin()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        (saved,) = ctx.saved_tensors
+        saved.data.mul_(gradient)
+        return saved
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_a_function_that_makes_a_weight_may_overwrite_what_it_has_saved(chunk_size):
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, Overwritten.apply(self.weight), self.bias)
+
+    torch.manual_seed(0)
+    net, x, y = Net(5, 3).double(), torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 3
+    expected = [g.flatten(1).square().sum(1) for g in empirical(net, x, y).values()]
+    norms = per_sample_squared_norms(net, x, y, labels="empirical", chunk_size=chunk_size)
+    torch.testing.assert_close(norms, sum(expected))
