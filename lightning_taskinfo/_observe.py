@@ -127,7 +127,8 @@ def observing_parts(observed: Parts) -> Iterator[None]:
     restore_random_states = keep_random_states(devices)
     modes = [module.training for module in modules]
     places = [dict(module._buffers) for module in modules]
-    written = [*buffers]
+    # What is stretched over one place in memory cannot be written to.
+    written = [x for x in buffers if x.layout != torch.strided or not _stretched(x)]
     for m in modules:  # parameters that a forward pass writes to: rows are shortened when used
         if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
             written.append(m.weight)
@@ -156,13 +157,21 @@ def observing_parts(observed: Parts) -> Iterator[None]:
         restore_random_states()
         for module, mode, place in zip(modules, modes, places, strict=True):
             module.training = mode
+            module._buffers.clear()  # of what a forward pass has registered
             module._buffers.update(place)
         for p, grad in zip(parameters, grads, strict=True):
             p.grad = grad
         for tensor, value in zip(written, values, strict=True):
             # Through `.data`, which counts as no change: a graph recorded before stays good for its
             # backward.
+            if tensor.shape != value.shape:
+                tensor.resize_(value.shape)
             tensor.data.copy_(value)
+
+
+def _stretched(x: Tensor) -> bool:
+    """Whether entries share a place in memory, as after ``expand``."""
+    return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
 
 
 def observing_once(observed: Parts) -> AbstractContextManager[None]:

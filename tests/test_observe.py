@@ -139,6 +139,31 @@ def test_buffers_come_back_however_they_were_changed():
     assert list(net.state_dict()) == ["in_place", "through_data", "reassigned", "dropped"]
 
 
+@pytest.mark.parametrize("how", ["stretched", "resized", "registered"])
+def test_buffers_of_unusual_kinds_are_left_as_they_were(how):
+    class Unusual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", torch.rand(1, 5).expand(5, 5))
+            if how == "resized":
+                self.kept = torch.arange(5.0)
+
+        def forward(self, x):
+            if how == "resized":
+                self.kept.resize_(len(x)).zero_()
+            if how == "registered":
+                self.register_buffer("cached", x.mean(0))
+            return x
+
+    model = Unusual()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with observing(model):
+        model(torch.randn(2, 5))
+    after = dict(model.named_buffers())
+    assert after.keys() == before.keys()
+    assert torch.equal(after["kept"], before["kept"])
+
+
 def test_buffers_made_by_a_validation_come_back():
     """A module that reassigns a buffer under ``validate`` keeps an inference tensor, which refuses ``copy_``."""
     net = Restless()

@@ -23,12 +23,15 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge as Edge
 from torch.linalg import vector_norm
 
+from lightning_taskinfo._nested import tensors
+
 # Operations whose output has entries of one input, each once at most: of a weight they make a
 # weight.
 MOVE_ENTRIES = re.compile(
     r"(T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Unsqueeze|Squeeze|Alias|Clone|Slice|Select|Split|"
     r"SplitWithSizes|UnsafeSplit|Unbind|Narrow|Diagonal)Backward\d"
 )
+SELECT = re.compile(r"(Where|MaskedFill)Backward\d")
 WHOLE = (int, tuple)  # kinds of settings that may say where rows go
 
 Source = tuple[int, int]  # number of an operation, and which of its outputs
@@ -105,17 +108,32 @@ class Graph:
         """The functions of the user's."""
         return [node for node in self.nodes if isinstance(node, BackwardCFunction)]
 
-    @property
-    def repacked(self) -> bool:
-        """Whether the tensors that operations have saved are computed or fetched later, as by checkpointing."""
-        for node in self.nodes:
-            kind: Any = type(node)
-            for name in _saved_names(kind):
-                value = getattr(node, name)
-                several = value if isinstance(value, tuple | list) else [value]
-                if any(getattr(x, "unpack_hook", None) is not None for x in several):
-                    return True
+    def sparse(self, number: int) -> bool:
+        """Whether an operation multiplies by a sparse matrix, whose zeros hide infinite gradients."""
+        node = self.nodes[number]
+        for name in ("self", "mat1", "mat2"):
+            raw = getattr(node, f"_raw_saved_{name}", None)
+            if raw is None or getattr(raw, "unpack_hook", None) is not None:  # computed later
+                continue
+            factor = getattr(node, f"_saved_{name}")
+            if factor is not None and factor.layout != torch.strided:
+                return True
         return False
+
+    def without_masks(self) -> AbstractContextManager[None]:
+        """Let gradients pass by selections in backward passes, as if every mask selected everything."""
+
+        def pass_on(
+            inputs: tuple[Tensor | None, ...],
+            outputs: tuple[Tensor | None, ...],
+        ) -> Any:
+            (g,) = outputs
+            if g is None:
+                return None
+            return tuple(None if x is None else g.sum_to_size(x.shape).to(x.dtype) for x in inputs)
+
+        nodes = [node for node in self.nodes if SELECT.fullmatch(type(node).__name__)]
+        return removed([node.register_hook(pass_on) for node in nodes])
 
     @cached_property
     def consumers(self) -> dict[int, list[tuple[int, int, int]]]:
@@ -229,11 +247,6 @@ def _settings_names(kind: Any) -> list[str]:
     )
 
 
-@cache
-def _saved_names(kind: Any) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
-
-
 def _reached(
     numbers: Iterable[int],
     following: Callable[[int], list[int]],
@@ -275,20 +288,28 @@ def hooked(
 
 @contextmanager
 def restored(functions: Sequence[Any]) -> Iterator[None]:
-    """Run a backward pass, and put back what functions of the user's have saved.
+    """Run a backward pass, and put back what functions of the user's have saved, or keep in their context.
 
     Fused kernels overwrite it, and the gradients that they get, with the gradients that they return. Another pass, that
     of a training among them, would be wrong; and so are gradients of this one, unless they are copied before.
     """
+    contexts = [dict(vars(node)) for node in functions]
     saved = [x for node in functions for x in node.saved_tensors if x is not None]
-    before = [x.clone() for x in saved]
+    saved += tensors(contexts)
+    before = [x.detach().clone() for x in saved]
+    counted = tuple(x for x in saved if not x.is_inference())
     handles = [node.register_prehook(lambda got: tuple(map(copied, got))) for node in functions]
     try:
-        with removed(handles):
+        with removed(handles), torch.autograd._unsafe_preserve_version_counter(counted):
             yield
     finally:
+        for node, context in zip(functions, contexts, strict=True):
+            vars(node).clear()
+            vars(node).update(context)
         for x, kept in zip(saved, before, strict=True):
-            x.data.copy_(kept)
+            # What shares memory within itself, as by `expand`, nobody can have overwritten.
+            if x.layout != torch.strided or not torch.equal(x, kept):
+                x.data.copy_(kept)
 
 
 def pulled_back(

@@ -224,6 +224,7 @@ class Known:
         elements: Numbers that all uses put out for one sample.
         alone: The signature of the graph of one sample.
         plans: What was shown, for graphs of several sizes.
+        mixes: Whether samples were seen to depend on their batch.
     """
 
     call: Any
@@ -231,6 +232,7 @@ class Known:
     elements: int = 0
     alone: Signature = field(default_factory=list)
     plans: Plans = field(default_factory=Plans)
+    mixes: bool = False
 
 
 _KNOWN: "WeakKeyDictionary[nn.Module, Known]" = WeakKeyDictionary()  # as long as the model lives
@@ -389,23 +391,16 @@ class Measurement:
         outputs: Tensor,
         plan: Plan | None,
     ) -> bool:
-        """Whether the outputs of a sample depend on its batch, or on its place in it: looked at if that is unknown.
-
-        The first sample must have the same outputs alone, and all samples if each takes the place
-        of the next. So no place and no neighbour matters, and the batch is as good as a single sample.
-        """
-        if self.looked or (plan is not None and plan.seen):
-            return False
-        # With gradients on, as hooks inside of a network need it, but nothing kept for a backward pass.
-        with saved_tensors_hooks(_forgotten, _forgotten):
-            first = self._outputs(_first(inputs), 1) if self.first is None else self.first
-            turned = self._outputs(take(inputs, _turned), len(outputs))
-        self.looked = True
-        mixes = _differ(first, outputs[:1]) or _differ(turned, _turned(outputs))
-        if not mixes:
-            if plan is not None:
-                plan.seen = True
-            return False
+        """Whether the outputs of a sample depend on its batch, or on its place in it: looked at if that is unknown."""
+        if not self.known.mixes:
+            if self.looked or (plan is not None and plan.seen):
+                return False
+            self.looked = True
+            self.known.mixes = self._seen_to_mix(inputs, outputs)
+            if not self.known.mixes:
+                if plan is not None:
+                    plan.seen = True
+                return False
         if self.sharded:  # processes would not run the same passes any more
             raise ValueError(
                 "`model` must be unsharded: its outputs for a sample depend on the others of its batch, on its place "
@@ -416,6 +411,45 @@ class Measurement:
             "each sample is measured alone."
         )
         return True
+
+    def _seen_to_mix(
+        self,
+        inputs: Any,
+        outputs: Tensor,
+    ) -> bool:
+        """Whether samples have other outputs elsewhere: the first alone, all where the next one was, and in parts.
+
+        The parts have 1, 2, 4, … samples, the last ones first. So no place and no neighbour matters.
+        """
+        first = self.first
+        if first is None:
+            first = self._outputs_alone(_first(inputs), 1)
+        if _differ(first, outputs[:1]):
+            return True
+        changes: list[Callable[[Tensor], Tensor]] = [_turned]
+        stop = len(outputs)
+        while stop > 0:
+            start = max(0, stop - 2 ** (len(changes) - 1))
+            changes.append(itemgetter(slice(start, stop)))
+            stop = start
+        for change in changes:
+            expected = change(outputs)
+            if _differ(self._outputs_alone(take(inputs, change), len(expected)), expected):
+                return True
+        return False
+
+    def _outputs_alone(
+        self,
+        inputs: Any,
+        count: int,
+    ) -> Tensor:
+        """Return the outputs, and keep nothing for a backward pass, unless the model runs one of its own."""
+        try:
+            # With gradients on, as hooks inside of a network need it.
+            with saved_tensors_hooks(_forgotten, _forgotten):
+                return self._outputs(inputs, count).detach()
+        except Exception:  # as of forces, which are gradients of an energy; others come again
+            return self._outputs(inputs, count).detach()
 
     # --- What the graph does not show
 

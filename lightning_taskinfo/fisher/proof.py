@@ -20,7 +20,7 @@ graph where weights may meet samples.
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
@@ -38,7 +38,6 @@ from lightning_taskinfo.fisher.graph import (
     Uses,
     copied,
     hooked,
-    like,
     pulled_back,
     restored,
     shape_of,
@@ -48,7 +47,7 @@ from lightning_taskinfo.fisher.graph import (
 # of another.
 MOVE_ROWS = re.compile(
     "Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding|"
-    "Segment|Sparse"
+    "Segment|Sparse|CopySlices"
 )
 
 PLANS = 64  # kept of a model, as for sentences of different lengths
@@ -64,14 +63,12 @@ class Rows:
         repeat: Rows of one sample, next to each other.
         index: Row numbers ``[N, repeat]`` where they have another order; the number of rows stands
             for no row.
-        chosen: The samples that are measured, if not all.
     """
 
     axis: int = 0
     merged: int = 1
     repeat: int = 1
     index: Tensor | None = None
-    chosen: slice | None = None
 
     def rows_first(self, x: Tensor) -> Tensor:
         """Return ``x`` with its rows along axis 0."""
@@ -84,16 +81,14 @@ class Rows:
         rows = self.rows_first(x)
         if self.index is not None:
             no_row = rows.new_zeros(1, *rows.shape[1:])
-            return torch.cat([rows, no_row])[self.numbers(len(rows))]
-        samples = rows.unsqueeze(1) if self.repeat == 1 else rows.unflatten(0, (-1, self.repeat))
-        return samples if self.chosen is None else samples[self.chosen]
+            return torch.cat([rows, no_row])[self.index]
+        return rows.unsqueeze(1) if self.repeat == 1 else rows.unflatten(0, (-1, self.repeat))
 
     def numbers(self, rows: int) -> Tensor:
         """Return the numbers ``[N, repeat]`` of the samples' rows."""
-        numbers = self.index
-        if numbers is None:
-            numbers = torch.arange(rows, device="cpu").view(-1, self.repeat)
-        return numbers if self.chosen is None else numbers[self.chosen]
+        if self.index is not None:
+            return self.index
+        return torch.arange(rows, device="cpu").view(-1, self.repeat)
 
 
 @dataclass(frozen=True)
@@ -247,20 +242,16 @@ class Prover:
         samples: How many samples there are.
         rounds: How often uses that mix samples are replaced by what uses them.
         alone: The signature of the graph of one sample.
-        root: Where the samples are known: each has as many rows as the others, one sample after the
-            other. By default, at the outputs.
     """
 
     graph: Graph
     samples: int
     rounds: int = 4
     alone: Signature = field(default_factory=list)
-    root: Any = None
 
     def __post_init__(self) -> None:
         graph, samples = self.graph, self.samples
-        self.root = self.root or graph.edge(0, graph.outputs.output_nr)
-        outputs = like(self.root)
+        outputs = graph.outputs
         kinds = {out.dtype for node in graph.nodes for out in node._input_metadata}
         # Random numbers are the same on every device. One draw is as large as the outputs, which
         # have a row for each token and a column for each word in a language model.
@@ -272,12 +263,20 @@ class Prover:
         signs[:1] = 1.0
         signs[1:2] = -1.0
         # Powers of two scale a gradient without rounding, so that even what is left of a sum of
-        # zero is told apart.
+        # zero is told apart. A sample's number has several digits where there are more samples than
+        # powers. None of these is 1, which a gradient that knows no scale would show.
         span = 12 if torch.float16 in kinds else 40  # which float16 has little room for
+        self.base = min(max(samples, 2), span)
         order = torch.randperm(samples, **drawn)
-        factors = torch.exp2((order - samples // 2) * min(1.0, span / samples))
-        self.scores, self.signs, self.factors = (
-            x.to(outputs.device, outputs.dtype) for x in (scores, signs, factors)
+        self.sample = order.argsort().to(outputs.device)  # of each number
+        place = 1
+        factors: list[Tensor] = []
+        while not factors or place < samples:
+            exponents = order // place % self.base - self.base // 2
+            factors.append(torch.exp2((exponents + (exponents >= 0)).double()))
+            place *= self.base
+        self.scores, self.signs, *self.factors = (
+            x.to(outputs.device, outputs.dtype) for x in (scores, signs, *factors)
         )
         self.eps = max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
 
@@ -300,7 +299,8 @@ class Prover:
         behind = graph.behind(rows)
         # What may move rows to places that depend on data, or does what nobody knows.
         moving = any(
-            graph.nodes[i] in graph.functions or MOVE_ROWS.search(graph.kind(i)) for i in behind
+            graph.nodes[i] in graph.functions or MOVE_ROWS.search(graph.kind(i)) or graph.sparse(i)
+            for i in behind
         )
         open_ends = behind & mixed or (behind | {*rows}) & silent or self.unsure
         # What knows nothing of samples looks the same for one sample.
@@ -319,13 +319,11 @@ class Prover:
     ) -> dict[str, str]:
         """Return the parameters that other engines have to serve, each with the operation that is the reason."""
         graph = self.graph
-        root = graph.nodes.index(self.root.node)
         odd = uses.keys() - rows.keys()
         odd |= {number for number in uses if graph.unusual(number)}
         # What mixes samples, and has rows of samples behind it, would count these rows twice.
         behind = graph.behind(uses.keys() - odd, blocked=silent)
-        odd |= (behind | {root}) & mixed
-        odd |= uses.keys() - graph.below(root)  # as of a penalty on weights
+        odd |= (behind | {0}) & mixed
         unshown: dict[str, str] = {}
         for number in odd:
             unshown = dict.fromkeys(graph.roots(number), graph.kind(number)) | unshown
@@ -346,20 +344,22 @@ class Prover:
             scores = of_samples.view(scores.shape)
         edges = [self.graph.edge(number) for number in numbers]
         with restored(functions):
-            found = pulled_back(self.root, edges, scores)
+            found = pulled_back(self.graph.outputs, edges, scores)
             return [*map(copied, found)] if functions else [*found]
 
     def _apart(self, rows: dict[int, Rows]) -> bool:
         """Whether no gradient of a sample can reach rows of another one, whatever the numbers on the way are.
 
         Infinite scores of some samples make all that they flow into infinite or undefined, also where
-        a zero hides it: in a product with a matrix of zeros and ones, or with a mask. The rows of the
-        others must stay finite.
+        a zero hides it: in a product with a matrix of zeros and ones, or with a mask. Selections by
+        a mask let everything pass, as another batch may have another mask. The rows of the others
+        must stay finite.
         """
         infinite = torch.zeros_like(self.signs).masked_fill_(self.signs > 0, math.inf)
         others = self.signs < 0
         try:
-            with torch.autograd.set_detect_anomaly(False):  # which would refuse them
+            # Anomaly detection would refuse them.
+            with torch.autograd.set_detect_anomaly(False), self.graph.without_masks():
                 gradients = self._backward([*rows], infinite)
         except Exception:  # of a hook of the user's that takes no such numbers
             return False
@@ -414,11 +414,11 @@ class Prover:
         self.unsure: set[int] = set()  # operations whose rows may be others in another batch
         self.moved: set[int] = set()  # those among them whose rows have an order of their own
         no_rows = torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device)
-        plain = self._backward(numbers, None)
-        scaled = self._backward(numbers, self.factors)
+        passes = [self._backward(numbers, by_sample) for by_sample in (None, *self.factors)]
         found = {}
-        for number, b, c in zip(numbers, plain, scaled, strict=True):
-            if b is None or c is None:
+        for number, *gradients in zip(numbers, *passes, strict=True):
+            b, *scaled = [g for g in gradients if g is not None] or [None]
+            if b is None or len(scaled) < len(self.factors):
                 found[number] = Rows(index=no_rows)
                 continue
             floor = 16 * self.eps * vector_norm(b)
@@ -426,7 +426,7 @@ class Prover:
             ways = [Rows(axis=axis) for axis in range(b.dim())]
             ways += [Rows(merged=merged) for merged in range(2, b.dim())]
             for way in ways:
-                samples = self._samples(way.rows_first(b), way.rows_first(c), floor)
+                samples = self._samples(way.rows_first(b), map(way.rows_first, scaled), floor)
                 if samples is not None:
                     found[number] = self._in_order(number, samples, way)
                     break
@@ -435,29 +435,34 @@ class Prover:
     def _samples(
         self,
         plain: Tensor,
-        scaled: Tensor,
+        scaled: Iterable[Tensor],
         floor: Tensor,
     ) -> Tensor | None:
         """Return the sample of each row, -1 where it has no gradient; None if a row belongs to several samples.
 
-        A row whose norm is below ``floor`` is rounding.
+        A row whose norm is below ``floor`` is rounding. Each of the scaled gradients tells one digit of the number of a
+        row's sample, by the power of two that explains the row.
         """
         plain = plain.unsqueeze(-1).flatten(1)
-        scaled = scaled.unsqueeze(-1).flatten(1)
         norms = vector_norm(plain, dim=1)
-        ratio = vector_norm(scaled, dim=1) / norms
-        # The sample whose factor is nearest, and whether it explains the row.
-        known, order = self.factors.sort()
-        middle = (known[1:] * known[:-1]).sqrt()
-        sample = order[torch.bucketize(ratio, middle)]
-        factor = self.factors[sample]
-        expected = factor.unsqueeze(1) * plain
-        off = vector_norm(scaled - expected, dim=1)
-        fits = off <= self.eps**0.5 * factor * norms
+        fits = norms > 0
+        number = torch.zeros_like(norms, dtype=torch.long)
+        for place, x in enumerate(scaled):
+            rows = x.unsqueeze(-1).flatten(1)
+            ratio = vector_norm(rows, dim=1) / norms
+            exponent = ratio.log2().round().nan_to_num(0, 0, 0)
+            factor = exponent.exp2()
+            off = vector_norm(rows - factor.unsqueeze(1) * plain, dim=1)
+            digit = torch.where(exponent > 0, exponent - 1, exponent).long() + self.base // 2
+            explained = (off <= self.eps**0.5 * factor * norms) & (exponent != 0)
+            fits &= explained & (digit >= 0) & (digit < self.base)
+            number += digit * self.base**place
+        fits &= (number >= 0) & (number < self.samples)
+        sample = self.sample[number.clamp(0, self.samples - 1)]
         nothing = norms <= floor
         if not bool((fits | nothing).all()):
             return None
-        return sample.masked_fill(nothing & ~fits | (norms == 0), -1)
+        return sample.masked_fill(~fits, -1)
 
     def _in_order(
         self,

@@ -7,7 +7,6 @@ only moved entries, squares can be pulled back instead of gradients, and norms s
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -198,7 +197,6 @@ def backward(
     receive: Receive,
     *,
     retain_graph: bool = True,
-    chosen: slice | None = None,
 ) -> None:
     """Backpropagate scores of the outputs to the uses of weights.
 
@@ -213,11 +211,10 @@ def backward(
         scores: The scores, each shaped like the outputs; one where there are functions of the user's.
         receive: What takes the gradients of a parameter, after its name.
         retain_graph: Whether another pass will follow.
-        chosen: The samples that are measured, if not all.
     """
     if not plan.places:
         return
-    waiting = _uses(graph, plan, chosen)
+    waiting = _uses(graph, plan)
     missing = Counter(name for uses in waiting.values() for name, _ in uses)
     parts: dict[str, list[tuple[Use, Tensor]]] = defaultdict(list)
 
@@ -268,16 +265,14 @@ def backward(
 def _uses(
     graph: Graph,
     plan: Plan,
-    chosen: slice | None,
 ) -> dict[int, list[tuple[str, Use]]]:
     """Return the uses of each operation, once for each parameter, with its name."""
     weights = []
     for at in plan.places:
-        rows = at.rows if chosen is None else replace(at.rows, chosen=chosen)
         below = graph.below(at.source[0]) if graph.functions else ()
         own = [node for node in graph.functions if graph.nodes.index(node) in below]
         node = graph.nodes[at.number]
-        weights.append(Weight(node, at.place, graph.edge(*at.source), rows, at.way, own))
+        weights.append(Weight(node, at.place, graph.edge(*at.source), at.rows, at.way, own))
     uses: list[Use] = []
     # What checkpointing has to compute again is computed once.
     inside_a_pass(lambda: uses.extend(map(read, weights)))

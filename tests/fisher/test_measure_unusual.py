@@ -98,6 +98,18 @@ def norms_of(rows: dict[str, Tensor]) -> Tensor:
     return sum(g.flatten(1).square().sum(1) for g in rows.values())
 
 
+def compare(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Norms, diagonal and Gram matrix beside those of one sample after the other."""
+    x = x.double()
+    gradients = empirical(model, x, y)
+    flat = torch.cat([g.flatten(1) for g in gradients.values()], 1)
+    norms = per_sample_squared_norms(model, x, y, labels="empirical")
+    torch.testing.assert_close(norms, flat.square().sum(1))
+    for name, found in fisher_diagonal(model, x, y, labels="empirical").items():
+        torch.testing.assert_close(found, gradients[name].square().mean(0))
+    torch.testing.assert_close(gradient_gram(model, x, y), flat @ flat.T)
+
+
 @pytest.fixture
 def batch():
     generator = torch.Generator().manual_seed(0)
@@ -224,3 +236,120 @@ def test_a_function_that_makes_a_weight_may_overwrite_what_it_has_saved(chunk_si
     expected = [g.flatten(1).square().sum(1) for g in empirical(net, x, y).values()]
     norms = per_sample_squared_norms(net, x, y, labels="empirical", chunk_size=chunk_size)
     torch.testing.assert_close(norms, sum(expected))
+
+
+class HalfDeep(nn.Module):
+    """Many layers in half precision, whose gradients are rounded often."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Linear(5, 32)]
+        for _ in range(20):
+            layers += [nn.LayerNorm(32), nn.Linear(32, 32), nn.ReLU()]
+        self.net, self.dtype = nn.Sequential(*layers, nn.Linear(32, 3)), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=self.dtype):
+            return self.net(x).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_samples_in_half_precision_keep_their_rows(dtype):
+    """More of them than there are powers of two to tell them by."""
+    model = HalfDeep(dtype)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(512, 5, generator=generator), torch.arange(512) % 3
+    found, alone = (
+        per_sample_squared_norms(model, x, y, labels="empirical", chunk_size=size)
+        for size in (None, 1)
+    )
+    torch.testing.assert_close(found, alone, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("how", ["sign", "unit"])
+def test_hooks_whose_gradient_knows_no_scale_are_no_single_sample(batch, how):
+    class Scaled(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            h.register_hook(
+                lambda g: g.sign() if how == "sign" else g / (g.norm(dim=1, keepdim=True) + 1e-12)
+            )
+            return h
+
+    compare(Scaled().double(), *batch)
+
+
+class ByBatch(Net):
+    """Treats a sample by the others of its batch, but not the first one, and knows no order."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def hidden(self, x: Tensor) -> Tensor:
+        if self.how == "better half":
+            better = x[:, 0] >= x[:, 0].median()
+            return self.a(x) * (1 + better.unsqueeze(1))
+        norms = x.norm(dim=1, keepdim=True)
+        return self.a(x * (1.2 * norms.median() / norms).clamp(max=1))
+
+
+@pytest.mark.parametrize("how", ["better half", "outliers"])
+def test_samples_that_are_treated_by_their_batch_are_measured_alone(how):
+    generator = torch.Generator().manual_seed(1)
+    model = ByBatch(how).double()
+    for _ in range(10):
+        x = torch.randn(12, 4, generator=generator, dtype=torch.float64)
+        with pytest.warns(TaskInfoWarning, match="depend on the others of its batch"):
+            compare(model, x, torch.arange(12) % 3)
+
+
+class Force(Net):
+    """Puts out gradients of an energy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.c(self.a(x).tanh()).sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0][:, :3]
+
+
+def test_networks_that_take_gradients_themselves(batch):
+    compare(Force().double(), *batch)
+
+
+class Kept(torch.autograd.Function):
+    """Multiplies by a tensor that it keeps in its context, or stretched, and overwrites or forgets it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, how: str) -> Tensor:
+        ctx.how, ctx.factor = how, x.cos()
+        if how == "stretched":
+            ctx.save_for_backward(x.new_full((1,), 0.5).expand(x.shape))
+        elif how == "counted":
+            ctx.save_for_backward(x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g: Tensor):
+        if ctx.how == "stretched":
+            return g * ctx.saved_tensors[0], None
+        if ctx.how == "counted":
+            (factor,) = ctx.saved_tensors
+            return factor.mul_(g), None
+        factor = ctx.factor
+        if ctx.how == "forgotten":
+            ctx.factor = None
+            return g * factor, None
+        return factor.mul_(g).clone(), None
+
+
+@pytest.mark.parametrize("how", ["stretched", "counted", "forgotten", "overwritten"])
+def test_functions_keep_what_they_have_in_their_context(batch, how):
+    class WithFunction(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            return Kept.apply(self.a(x), how)
+
+    model = WithFunction().double()
+    for _ in range(2):
+        compare(model, *batch)
