@@ -269,8 +269,10 @@ def _uses(
     """Return the uses of each operation, once for each parameter, with its name."""
     weights = []
     for at in plan.places:
-        below = graph.below(at.source[0]) if graph.functions else ()
-        own = [node for node in graph.functions if graph.nodes.index(node) in below]
+        own = []  # functions of the user's that it was computed by
+        if graph.functions:
+            below = graph.below(at.source[0])
+            own = [node for node in graph.functions if graph.nodes.index(node) in below]
         node = graph.nodes[at.number]
         weights.append(Weight(node, at.place, graph.edge(*at.source), at.rows, at.way, own))
     uses: list[Use] = []
@@ -278,5 +280,6 @@ def _uses(
     inside_a_pass(lambda: uses.extend(map(read, weights)))
     found: dict[int, list[tuple[str, Use]]] = defaultdict(list)
     for at, use in zip(plan.places, uses, strict=True):
-        found[at.number] += [(name, use) for name in at.names]
+        for name in at.names:
+            found[at.number].append((name, use))
     return found
