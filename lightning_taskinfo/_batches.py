@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from lightning_taskinfo._nested import IGNORED, TARGETS, Pair, described, has_te
 from lightning_taskinfo._next_token import follows
 from lightning_taskinfo._observe import observing
 
-BatchFn: TypeAlias = Callable[[Any], Any]
+BatchFn = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def read_by(
     """
     rule = "`batch_fn` must return (inputs, targets) of every batch"
     try:
-        picked: Any = batch_fn(batch)
+        picked = batch_fn(batch)
     except Exception as error:
         found = f"{type(error).__name__} ({error}) for {described(batch)}"
         raise ValueError(f"{rule}, got {found}.") from error

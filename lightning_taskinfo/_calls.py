@@ -8,7 +8,7 @@ package is imported.
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,7 @@ from lightning_taskinfo._fields import Parts
 from lightning_taskinfo._nested import IGNORED, Pair, described, first_samples
 from lightning_taskinfo._observe import observing
 
-Forward: TypeAlias = Callable[[Any, Any], Any]
+Forward = Callable[[Any, Any], Any]
 
 FEW = 2  # samples that show how a model is called
 
@@ -197,7 +197,7 @@ def settle_call(
         NoLogitsError: If it runs, and returns no logits.
         Exception: What the first and most natural way to call it raised, where none works.
     """
-    first_error: Exception | None = None
+    first_error = None
     for call in _candidates(model, few):
         inputs = call.inputs_of(few)
         try:

@@ -12,12 +12,12 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-StrPath: TypeAlias = str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
 DAY = 86_400  # seconds
 
 
@@ -218,7 +218,7 @@ def read_checkpoint(argument: str, path: StrPath) -> Checkpoint:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            content: Any = load_file(path)
+            content = load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a kind of its own for every kind of damage

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-Pair: TypeAlias = tuple[Any, Tensor | None]
+Pair = tuple[Any, Tensor | None]
 
 IGNORED = -100  # labels of this value count for nothing
 TARGETS = ("targets", "target", "labels", "label", "y")  # names of fields that hold them
@@ -137,7 +137,7 @@ def _filler(
     """Return what a field has at places of padding: what batches have there, or the model's token, or 0."""
     if name in TARGETS:
         return IGNORED
-    known: set[float] = set()
+    known = set()
     for x, mask in zip(values, masks, strict=True):
         if x.shape[:2] == mask.shape:
             known.update(x[mask == 0].flatten().tolist())

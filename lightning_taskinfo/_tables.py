@@ -3,11 +3,11 @@
 import json
 from collections.abc import Sequence
 from html import escape
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning_taskinfo._wandb import Rows, log_once
 
-Cells: TypeAlias = tuple[list[str], list[list[str]]]
+Cells = tuple[list[str], list[list[str]]]
 
 
 class Tabled:

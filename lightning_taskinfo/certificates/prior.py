@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from lightning_taskinfo._observe import trainable_parameters, weights_now
 from lightning_taskinfo._ranges import check_finite_tensors, check_positive
 from lightning_taskinfo.variational import check_shapes
 
-Tensors: TypeAlias = Mapping[str, Tensor]
+Tensors = Mapping[str, Tensor]
 UNMOVED = 1e-3  # distance from the centre, relative to the weights, below which nothing was learned
 PRIOR_STDS = tuple(0.5 * 2 ** (-j / 2) for j in range(24))  # 0.5 … 1.7e-4, whatever the data
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ from lightning_taskinfo.fisher import fisher_diagonal, kronecker_factors
 from lightning_taskinfo.functional import pac_bayes
 from lightning_taskinfo.functional.information import terms_by_group
 
-Structure: TypeAlias = Literal["isotropic", "diagonal", "neuron", "kron"]
-Structures: TypeAlias = Structure | Literal["auto"] | Sequence[Structure]
+Structure = Literal["isotropic", "diagonal", "neuron", "kron"]
+Structures = Structure | Literal["auto"] | Sequence[Structure]
 WIDEST = 2048  # inputs of a layer up to which "auto" tries matrices of them
 BETAS = tuple(10 ** (j / 2) for j in range(-4, 9))  # 0.01 … 10⁴
 CURVATURE_SAMPLES = 10_000  # that the curvature is estimated from
@@ -104,12 +104,12 @@ def curvatures_of(
     inputs, targets = pick((subject.inputs, subject.targets), index, subject.device)
     if subject.error == "class" or subject.loss_fn is not None:
         targets = None  # those of sequences say where there is padding
-    sampled: dict[str, Any] = {
+    sampled = {
         "labels": "sampled",
         "generator": g,
         "forward_fn": partial(outputs_of, forward_fn=subject.forward_fn),
     }
-    found: dict[str, Curvature] = {}
+    found = {}
     if {"isotropic", "diagonal"} & {*structures}:
         fisher = fisher_diagonal(model, inputs, targets, **sampled)
         diagonal = {name: n * h for name, h in fisher.items()}

@@ -5,7 +5,7 @@ An error, and a disagreement, is one class per sample, or one per token of a seq
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Generator, Tensor, nn
@@ -19,9 +19,9 @@ from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.fisher.measure import Forward
 from lightning_taskinfo.variational import noisy_weights
 
-Index: TypeAlias = Tensor | slice
-Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-ErrorKind: TypeAlias = Literal["class", "token", "sequence"]
+Index = Tensor | slice
+Loss = Callable[[Tensor, Tensor], Tensor]
+ErrorKind = Literal["class", "token", "sequence"]
 CHUNK = 1024  # samples that go through the network at a time
 
 

@@ -3,7 +3,7 @@
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -36,8 +36,7 @@ class Network:
         self.arguments = dict(arguments)
 
     def __call__(self) -> nn.Module:
-        model: nn.Module = made(nn.Module, self.maker, self.arguments, "model")
-        return model
+        return made(nn.Module, self.maker, self.arguments, "model")
 
 
 class DataModule(ABC):  # noqa: B024 - those of both namespaces are registered below
@@ -47,12 +46,10 @@ class DataModule(ABC):  # noqa: B024 - those of both namespaces are registered b
 for _namespace in NAMESPACES.values():
     DataModule.register(_namespace.LightningDataModule)
 
-Data: TypeAlias = DataModule | str
-Spec: TypeAlias = (
-    dict[str, Any] | str
-)  # a data module by class_path and init_args, or what Data may be
-Tasks: TypeAlias = list[Spec] | dict[str, Spec] | str
-Part: TypeAlias = Literal["train", "val", "test", "predict"]
+Data = DataModule | str
+Spec = dict[str, Any] | str  # a data module by class_path and init_args, or what Data may be
+Tasks = list[Spec] | dict[str, Spec] | str
+Part = Literal["train", "val", "test", "predict"]
 STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
 
 
@@ -195,8 +192,7 @@ def _data(spec: Spec) -> Data:
             return spec
         spec = {"class_path": spec}
     maker = find(str(spec.get("class_path")), "tasks")
-    data: DataModule = made(DataModule, maker, spec.get("init_args", {}), "tasks")
-    return data
+    return made(DataModule, maker, spec.get("init_args", {}), "tasks")
 
 
 def prepared(

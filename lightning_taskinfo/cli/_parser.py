@@ -46,8 +46,7 @@ def load_command(name: str) -> Callable[..., str]:
     """Import a command of :data:`COMMANDS`."""
     module, _ = COMMANDS[name]
     imported = import_module(f"lightning_taskinfo.cli.{module}")
-    command: Callable[..., str] = getattr(imported, name.replace("-", "_"))
-    return command
+    return getattr(imported, name.replace("-", "_"))
 
 
 @contextmanager
@@ -94,7 +93,7 @@ def parse(parser: "ArgumentParser", command: Callable[..., str], words: Sequence
     if "model" in makers and "checkpoint" in given:
         parser.set_defaults(_kept(makers["model"], given["checkpoint"]))
     config = parser.parse_args(rest)
-    own: dict[str, Any] = {}
+    own = {}
     for name, maker in makers.items():
         arguments = config.pop(name, None)
         own[name] = Network(maker, arguments.as_dict() if arguments else {})

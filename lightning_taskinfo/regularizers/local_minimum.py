@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from lightning_taskinfo.regularizers._base import (
 )
 from lightning_taskinfo.variational import repeatable_noise
 
-Loss: TypeAlias = Callable[[Any], Tensor]
-Parameters: TypeAlias = dict[str, nn.Parameter]
+Loss = Callable[[Any], Tensor]
+Parameters = dict[str, nn.Parameter]
 
 
 class LocalMinimumRegularizer(Regularizer):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 BETAS = tuple(10 ** (2 - j / 2) for j in range(10))  # 100 … 0.003
 START = 0.3  # noise to begin with, as a share of the prior's: the full one shakes the means off their place
-Point: TypeAlias = tuple[float, float, float]  # information, loss, and its standard error
+Point = tuple[float, float, float]  # information, loss, and its standard error
 KEPT = "sweep.pt"  # the points so far, the pre-distribution's first, and the network
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, count, permutations, product
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,10 +42,10 @@ from lightning_taskinfo.tasks.training import (
     read_task,
 )
 
-HeadFn: TypeAlias = Callable[[int, int], nn.Module]
-Numbers: TypeAlias = dict[str, float]
-Array: TypeAlias = np.ndarray[Any, Any]
-Pair: TypeAlias = tuple[Tensor, Tensor]
+HeadFn = Callable[[int, int], nn.Module]
+Numbers = dict[str, float]
+Array = np.ndarray[Any, Any]
+Pair = tuple[Tensor, Tensor]
 IMPOSSIBLE = -1e4  # the logit of a class that a task does not have: its probability is exactly 0
 
 
@@ -359,7 +359,7 @@ def task_distance(
         made = {"beta": beta, "prior_std": prior_std, "order": [*tasks], "tasks": known}
         claim_folder(folder, made, results=["seed-*.json"])
     sizes = [len(targets) for _, targets in data]
-    wanted: set[tuple[int, ...]] = set()
+    wanted = set()
     for i, j in product(range(len(data)), repeat=2):
         wanted |= {(i,), _trained(i, j, sizes)}
     jobs = {}

@@ -170,7 +170,7 @@ def embedding_rows(embeddings: Sequence[TaskEmbedding]) -> list[dict[str, Any]]:
     distances = embedding_distances(embeddings).fill_diagonal_(math.inf)
     rows = []
     for embedding, from_each in zip(embeddings, distances, strict=True):
-        row: dict[str, Any] = {
+        row = {
             "task": embedding.name,
             "classes": embedding.num_classes,
             "norm": embedding.norm,

@@ -191,7 +191,7 @@ class Task2Vec:
 
     def _features(self, inputs: Any) -> Tensor:
         """Return what the head gets as input, ``[N, D]``, in float64 on the CPU."""
-        seen: list[Any] = []
+        seen = []
         head = self.network.get_submodule(self.head)
         handle = head.register_forward_pre_hook(lambda _, args: seen.extend(args))
         with observing(self.network), torch.no_grad(), handle:

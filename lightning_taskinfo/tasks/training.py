@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import islice, product
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -26,7 +26,7 @@ from lightning_taskinfo.certificates.samples import Data, read_pair
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood
 from lightning_taskinfo.variational import noisy_weights, sampling
 
-ModelFn: TypeAlias = Callable[[], nn.Module]
+ModelFn = Callable[[], nn.Module]
 CHUNK = 4096  # samples that go through the network at a time where nothing is trained
 
 

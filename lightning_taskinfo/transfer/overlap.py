@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ REACH = 10  # times the measured numbers of labels, to which a learning curve is
 LARGEST_SHARE = 4.0  # that of always being sure of the wrong one of two classes; more is no share
 MAX_FEATURES = 1024  # of a layer, after pooling
 CHUNK = 32  # samples of a forward pass
-Data: TypeAlias = Iterable[Any] | Mapping[str, Any]
+Data = Iterable[Any] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class ObservedNetwork:
         self.model = model
         self.modules = dict(model.named_modules())
         self.forward = forward_fn or _way_to_call(model, few)
-        calls: dict[str, Any] = {}
+        calls = {}
 
         def note(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
             calls[name] = None if name in calls else output
@@ -333,7 +333,7 @@ class ObservedNetwork:
         if not layers:
             raise ValueError("`layers` must name at least one module, got none.")
         n = len(samples.labels)
-        found: dict[str, Tensor] = {}  # a tensor a layer: small ones between large ones hold memory
+        found = {}  # a tensor a layer: small ones between large ones hold memory
         logits = []
         place = slice(0)  # of one pass, as its inputs
         inputs = None
@@ -366,7 +366,7 @@ class ObservedNetwork:
         and so are modules whose output the next one hands on, and those that run before all
         weights.
         """
-        usable: dict[str, Tensor] = {}
+        usable = {}
         begun = False  # what runs before the first weights shows the inputs, not the network
         for name, output in self.seen.items():
             begun = begun or self._weights(name) > 0

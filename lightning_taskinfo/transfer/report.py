@@ -310,7 +310,7 @@ class TransferReport:
         """
         rows = []
         for labels, method, results in self.cells():
-            row: Values = {"labels": labels, "method": method, "seeds": len(results)}
+            row = {"labels": labels, "method": method, "seeds": len(results)}
             for measure in self.measures:
                 interval = self.summary(method, labels, measure)
                 row |= _columns(measure.name, interval, ENDS)

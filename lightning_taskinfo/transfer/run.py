@@ -170,7 +170,7 @@ def transfer(
         if value is not None:
             raise ValueError(f"`{argument}` must be left out {when} `starts`, got {value!r}.")
     counts = None if labels is None else _whole_numbers("labels", labels)
-    shared: Values = {"data": data, "labels": counts, "accelerator": accelerator, "adapt": adapt}
+    shared = {"data": data, "labels": counts, "accelerator": accelerator, "adapt": adapt}
     shared["seeds"] = _seeds(seeds)
     made: Any = model
     if starts is None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ PARTS = {  # of target data, and the methods of a data module
     "test": "test_dataloader",
     "validation": "val_dataloader",
 }
-Loader: TypeAlias = DataLoader[Any]
-Collate: TypeAlias = Callable[[list[Any]], Any]
-Rows: TypeAlias = NDArray[np.int64]
+Loader = DataLoader[Any]
+Collate = Callable[[list[Any]], Any]
+Rows = NDArray[np.int64]
 Draw = tuple[int, int, int]
 """Epoch, pass within the epoch, and index of a sample."""
 
@@ -144,7 +144,7 @@ class Target:
 
     def labels(self) -> tuple[Tensor | None, Tensor | None, str]:
         """Return the targets of training and test samples where they can be read, and a digest of all samples."""
-        found: list[Tensor | None] = []
+        found = []
         digests = []
         with seeded(0):
             for loader in (self.train, self.test):

@@ -451,7 +451,7 @@ def fit_stage(
     job.module.strict_loading = False  # what is frozen is not in the checkpoint
     callbacks = [*job.options.get("callbacks", []), keeper]
     options = {**job.options, "logger": logger or False, "callbacks": callbacks}
-    test: Row = {}
+    test = {}
     with quiet(), interruptible():
         trainer = make_trainer(namespace, options)
         if last.exists():
@@ -465,8 +465,7 @@ def fit_stage(
 def make_trainer(namespace: str, options: Values) -> Trainer:
     """Return a Trainer that draws and writes nothing by itself."""
     usual = {"devices": 1, "log_every_n_steps": 10, "num_sanity_val_steps": 0}
-    trainer: Trainer = NAMESPACES[namespace].Trainer(**usual | options | SILENT)
-    return trainer
+    return NAMESPACES[namespace].Trainer(**usual | options | SILENT)
 
 
 def check_trainer(rule: str, namespace: str, options: Values) -> None:
