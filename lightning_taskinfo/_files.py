@@ -29,7 +29,7 @@ def atomic_write(path: StrPath, mode: str = "wb") -> Iterator[IO[Any]]:
     process left half-written is removed by the next one that writes the same file.
 
     Args:
-        path: The file to write or replace; its folder must exist.
+        path: The file to write or replace; its folder is made where it is missing.
         mode: ``"wb"`` for bytes, ``"w"`` for UTF-8 text.
 
     Yields:
@@ -48,6 +48,7 @@ def atomic_path(path: StrPath) -> Iterator[Path]:
     ends in ``.tmp``.
     """
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     for other in path.parent.glob(f"{glob.escape(path.name)}.*.*.*.tmp"):
         if _is_abandoned(other):
             other.unlink(missing_ok=True)

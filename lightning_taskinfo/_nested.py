@@ -169,8 +169,12 @@ def _padded(parts: list[Tensor], value: float) -> Tensor:
     return pad_sequence(rows, batch_first=True, padding_value=value)
 
 
-def sample_count(inputs: Any) -> int:
+def sample_count(inputs: Any, argument: str = "inputs") -> int:
     """Return the number of samples: the common length of all tensors of ``inputs``.
+
+    Args:
+        inputs: Tensors, or tuples, lists and dicts of them.
+        argument: What they are called, for messages.
 
     Raises:
         ValueError: If there is no tensor, or the lengths differ.
@@ -178,12 +182,13 @@ def sample_count(inputs: Any) -> int:
     lengths = {len(x) if x.ndim else 0 for x in tensors(inputs)}
     if not lengths:
         raise ValueError(
-            "`inputs` must be a tensor, or a tuple, list or dict of tensors, got "
+            f"`{argument}` must be a tensor, or a tuple, list or dict of tensors, got "
             f"{type(inputs).__name__} without tensors."
         )
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
-            f"`inputs` must hold tensors with the same, positive number of samples along axis 0, got {sorted(lengths)}."
+            f"`{argument}` must hold tensors with the same, positive number of samples along axis 0, got "
+            f"{sorted(lengths)}."
         )
     return lengths.pop()
 

@@ -17,7 +17,7 @@ from lightning_taskinfo.certificates.samples import read_pair
 from lightning_taskinfo.cli._parser import add_arguments, find, is_import_path
 from lightning_taskinfo.data import load_task
 from lightning_taskinfo.tasks import PreparedTask, prepare_task
-from lightning_taskinfo.transfer.sampling import seeded
+from lightning_taskinfo.transfer.sampling import check_hooks, seeded
 
 
 class Network:
@@ -106,23 +106,9 @@ def read_part(data: Data, part: Part) -> DataLoader[Any]:
     return DataLoader(getattr(load_task(data), part)(), batch_size=256)
 
 
-def has_part(data: Any, part: Part) -> bool:
-    """Whether a data module has a loader of its own for a part."""
-    return _overrides(data, f"{part}_dataloader")
-
-
-def _overrides(data: Any, name: str) -> bool:
-    method = getattr(type(data), name, None)
-    return method is not None and not method.__module__.startswith(tuple(NAMESPACES))
-
-
 def _loader(data: Any, part: Part) -> DataLoader[Any]:
     kind = type(data).__name__
-    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-        if _overrides(data, hook):  # of which nobody but a Trainer asks
-            raise ValueError(
-                f"`data` must leave {hook} to the module or to the dataset, got {kind}."
-            )
+    check_hooks(data)
     rule = f"`data` must have a {part}_dataloader"
     try:
         with seeded(0):  # or parts that are split at random would overlap

@@ -81,7 +81,6 @@ def cached(name: str, build: Callable[[], ArrayData]) -> ArrayData:
     except (OSError, ValueError):  # not there, not readable, or broken by something else
         data = build()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         save_npz(path, data)
     except OSError as error:
         warn(f"The data is not cached: {error}")

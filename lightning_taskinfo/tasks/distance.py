@@ -135,12 +135,8 @@ class DistanceMatrix(Logged):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON; an error that a single seed cannot give is ``None``."""
-        error = self.standard_error if len(self.seeds) > 1 else None
-        values = {**vars(self), "mean": self.mean, "standard_error": error}
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = value.tolist()
-        return values
+        error = self.standard_error.tolist() if len(self.seeds) > 1 else None
+        return {**super().to_dict(), "mean": self.mean.tolist(), "standard_error": error}
 
     def plot(self, ax: Given = None) -> Drawn:
         """Draw the mean distances as colours with numbers and standard errors.

@@ -90,10 +90,6 @@ class TaskEmbedding(Logged):
     def _scalars(self) -> dict[str, float]:
         return {"norm": self.norm, "test_error": self.test_error}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {**vars(self), "vector": self.vector.tolist()}
-
 
 def embedding_distances(embeddings: Sequence[TaskEmbedding]) -> Tensor:
     r"""Symmetric distances between all tasks, shape ``[K, K]``.

@@ -214,7 +214,6 @@ def reference_network(*, epochs: int = 4, seed: int = 0) -> ReferenceNetwork:
         # Not there, damaged, or of another shape.
         _train(network, epochs, seed)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_tensors(path, network.state_dict())
         except OSError as error:
             warn(f"The reference network is not cached: {error}")

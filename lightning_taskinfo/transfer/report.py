@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning_taskinfo._files import (
     StrPath,
@@ -24,10 +24,8 @@ from lightning_taskinfo._ranges import (
 )
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.functional.intervals import Interval, Verdict, mean_interval, paired_gain
+from lightning_taskinfo.plotting import Panels
 from lightning_taskinfo.transfer import render
-
-if TYPE_CHECKING:
-    from lightning_taskinfo.plotting import Axes, Figure
 
 BASELINES = ("scratch", "standard")
 PICTURE = "accuracy.png"
@@ -335,7 +333,7 @@ class TransferReport:
         """Return the main table, and the findings as sentences."""
         return render.to_terminal(self)
 
-    def plot(self) -> tuple["Figure", list["Axes"]]:
+    def plot(self) -> Panels:
         """Draw what was measured, mean and interval of every method, and return figure and panels."""
         return render.plot_results(self)
 

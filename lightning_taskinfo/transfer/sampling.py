@@ -263,11 +263,7 @@ def read_target(data: Any, batch_size: int | None) -> Target:
 
 def _loaders(data: Any) -> dict[str, Loader]:
     """The loaders of a data module; their own order is not used."""
-    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-        owner = getattr(getattr(data, hook, None), "__module__", "lightning.")
-        if not owner.startswith(("lightning.", "pytorch_lightning.")):
-            rule = f"`data` must leave {hook} to the module or to the dataset, where it is called"
-            raise ValueError(f"{rule}, got one of {type(data).__name__}.")
+    check_hooks(data)
     data.prepare_data()
     data.setup("fit")
     data.setup("test")
@@ -285,6 +281,22 @@ def _loaders(data: Any) -> dict[str, Loader]:
         elif part != "validation":
             raise ValueError(f"{rule}, got {type(loader).__name__}.")
     return found
+
+
+def check_hooks(data: Any) -> None:
+    """Raise a ``ValueError`` if a data module changes batches, of which nobody but a Trainer asks it."""
+    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        if overrides(data, hook):
+            raise ValueError(
+                f"`data` must leave {hook} to the module or to the dataset, where it is called, got one of "
+                f"{type(data).__name__}."
+            )
+
+
+def overrides(data: Any, name: str) -> bool:
+    """Whether a data module has a method of this name that is not Lightning's."""
+    owner = getattr(getattr(data, name, None), "__module__", "lightning.")
+    return not owner.startswith(("lightning.", "pytorch_lightning."))
 
 
 def _dataset(part: Any) -> Any:

@@ -445,7 +445,6 @@ def fit_stage(
     Raises:
         ValueError: If the checkpoint is damaged. It is left as it is.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     last = folder / "last.ckpt"
     keeper = EpochKeeper(folder, job.seeds)
     job.module.strict_loading = False  # what is frozen is not in the checkpoint
