@@ -5,14 +5,14 @@ inputs; and that of held-out labels.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import Reader
+from lightning_taskinfo._batches import BatchFn, Reader
 from lightning_taskinfo._nested import IGNORED, sample_count, tensors
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._progress import Progress, counted, shown
@@ -82,7 +82,7 @@ def certify(
     error: ErrorKind = "class",
     known_error: float | None = None,
     loss_fn: Loss | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
+    batch_fn: BatchFn | None = None,
     forward_fn: Forward | None = None,
     seed: int = 0,
     progress: Progress | bool = True,

@@ -1,7 +1,7 @@
 """What commands share: the networks, data and weights that users bring, tasks by name, and what is written."""
 
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +14,10 @@ from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo._ranges import check_finite_tensors
 from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.certificates.samples import read_pair
-from lightning_taskinfo.cli._parser import add_arguments, find, is_import_path
+from lightning_taskinfo.cli._parser import Maker, add_arguments, find, is_import_path
 from lightning_taskinfo.data import load_task
 from lightning_taskinfo.tasks import PreparedTask, prepare_task
-from lightning_taskinfo.transfer.sampling import check_hooks, seeded
+from lightning_taskinfo.transfer.sampling import Loader, check_hooks, seeded
 
 
 class Network:
@@ -31,7 +31,7 @@ class Network:
         arguments: What to call it with; classes in them are still specifications.
     """
 
-    def __init__(self, maker: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    def __init__(self, maker: Maker, arguments: Mapping[str, Any]) -> None:
         self.maker = maker
         self.arguments = dict(arguments)
 
@@ -53,7 +53,7 @@ Part = Literal["train", "val", "test", "predict"]
 STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
 
 
-def made(kind: type, maker: Callable[..., Any], arguments: Mapping[str, Any], argument: str) -> Any:
+def made(kind: type, maker: Maker, arguments: Mapping[str, Any], argument: str) -> Any:
     """Call a user's class or function, with classes among its arguments made first.
 
     Args:
@@ -84,12 +84,12 @@ def made(kind: type, maker: Callable[..., Any], arguments: Mapping[str, Any], ar
     return found
 
 
-def path_of(maker: Callable[..., Any]) -> str:
+def path_of(maker: Maker) -> str:
     """Return the import path of a class or function."""
     return f"{maker.__module__}.{maker.__qualname__}"
 
 
-def read_part(data: Data, part: Part) -> DataLoader[Any]:
+def read_part(data: Data, part: Part) -> Loader:
     """Return the loader of a part of the data.
 
     Args:
@@ -106,7 +106,7 @@ def read_part(data: Data, part: Part) -> DataLoader[Any]:
     return DataLoader(getattr(load_task(data), part)(), batch_size=256)
 
 
-def _loader(data: Any, part: Part) -> DataLoader[Any]:
+def _loader(data: Any, part: Part) -> Loader:
     kind = type(data).__name__
     check_hooks(data)
     rule = f"`data` must have a {part}_dataloader"
@@ -205,7 +205,7 @@ def prepared(
     return found
 
 
-def draw(path: Path, drawn: tuple[Any, Any]) -> None:
+def draw(path: Path, drawn: Sequence[Any]) -> None:
     """Write the figure of ``(figure, axes)``, whose format is the suffix of the file."""
     with atomic_write(path) as file:
         drawn[0].savefig(file, format=path.suffix[1:], dpi=150)

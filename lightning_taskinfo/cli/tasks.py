@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def complexity(
     return "\n".join([*tables, files])
 
 
-def _written(folder: Path, name: str, drawn: tuple[Any, Any], numbers: Any) -> str:
+def _written(folder: Path, name: str, drawn: Sequence[Any], numbers: Any) -> str:
     """Write figure and numbers, and return where they are."""
     picture = folder / f"{name}.png"
     draw(picture, drawn)

@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._random import own_randomness
-from lightning_taskinfo._ranges import check_counts, check_finite, check_positive
+from lightning_taskinfo._ranges import check_counts, check_finite, check_positive, check_values
 from lightning_taskinfo.functional.discrepancy import jensen_shannon, smile
 
 Shape = Sequence[int]
@@ -153,8 +153,7 @@ def estimate_mutual_information(
         True
     """
     check_counts(steps=steps)
-    if batch_size < 2:
-        raise ValueError(f"`batch_size` must be at least 2, got {batch_size}.")
+    check_values("at least 2", batch_size=batch_size)
     check_positive(learning_rate=learning_rate)
     N = len(inputs)
     if N < SAMPLES or len(features) != N:

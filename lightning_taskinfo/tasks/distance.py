@@ -443,7 +443,7 @@ def solve(union: Union) -> Numbers:
     return kl
 
 
-def _read(name: str, task: Data, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
+def _read(name: str, task: Data, likelihood: Likelihood) -> Pair:
     """Return inputs and targets of a task."""
     inputs, targets = read_task(task, likelihood, argument=f"tasks[{name!r}]")
     found = targets.unique()

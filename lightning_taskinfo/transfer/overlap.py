@@ -16,7 +16,7 @@ from lightning_taskinfo._calls import Call, Forward, NoLogitsError, call_on
 from lightning_taskinfo._fields import is_labeled
 from lightning_taskinfo._nested import IGNORED, joined, moved, sample_count, take, tensors
 from lightning_taskinfo._observe import observing
-from lightning_taskinfo._ranges import check_finite
+from lightning_taskinfo._ranges import check_finite, check_values
 from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._warn import first_line, warn
 from lightning_taskinfo.callbacks.report import spread
@@ -229,8 +229,7 @@ def _columns(labels: Tensor, folds: int) -> Tensor:
         _, classes = labels.unique(return_inverse=True)
         columns = nn.functional.one_hot(classes).double()
     n = len(columns)
-    if folds < 2:
-        raise ValueError(f"`folds` must be at least 2, got {folds}.")
+    check_values("at least 2", folds=folds)
     if n < 4 * folds:
         raise ValueError(
             f"`data` must have at least {4 * folds} samples, 4 for each of {folds} folds, got {n}."

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
-from lightning_taskinfo._files import claim_folder
+from lightning_taskinfo._files import StrPath, claim_folder
 from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo._parallel import check_executor, check_travels, run_jobs
 from lightning_taskinfo._progress import Progress, shown
@@ -51,7 +51,7 @@ def transfer(
     weights: Mapping[str, float] | None = None,
     labels: Sequence[int] | int | None = None,
     seeds: Sequence[int] | int = 3,
-    folder: str | os.PathLike[str] | None = None,
+    folder: StrPath | None = None,
     logger: LoggerKind = "none",
     project: str = "lightning-taskinfo",
     name: str | None = None,
@@ -225,7 +225,7 @@ def _time(seconds: float) -> str:
     return f"{number:.2g} {unit}" if number < 10 else f"{number:.0f} {unit}"
 
 
-def group_name(title: str, folder: str | os.PathLike[str]) -> str:
+def group_name(title: str, folder: StrPath) -> str:
     """Return the group in Weights & Biases of an experiment and its folder.
 
     Args:

@@ -42,6 +42,7 @@ def stream_seed(*parts: int) -> int:
     return int(state >> 1)
 
 
+@dataclass(eq=False)
 class EpochSampler(Sampler[Draw]):
     """Every sample once a pass, in an order that depends on the seed, the epoch and the pass only.
 
@@ -51,13 +52,14 @@ class EpochSampler(Sampler[Draw]):
     Args:
         length: Number of samples.
         seed: Seed of the order.
+        epoch: The epoch that was begun last.
+        passes: Passes of that epoch so far.
     """
 
-    def __init__(self, length: int, *, seed: int) -> None:
-        self.length = length
-        self.seed = seed
-        self.epoch = 0
-        self.passes = 0
+    length: int
+    seed: int
+    epoch: int = 0
+    passes: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; nothing happens if it has begun already."""

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_taskinfo._files import StrPath, digest
 from lightning_taskinfo._lightning import LightningDataModule
-from lightning_taskinfo._ranges import check_choice, check_counts
+from lightning_taskinfo._ranges import check_choice, check_counts, check_values
 from lightning_taskinfo.data import ArrayData, load_task
 from lightning_taskinfo.data.arrays import KEYS, as_images
 from lightning_taskinfo.transfer.ready.module import Shape, Stage
@@ -104,6 +104,12 @@ class TransferDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         check_counts(labels=labels)
+        check_values(
+            "at least 2",
+            batch_size=batch_size,
+            max_source=max_source,
+            max_unlabeled=max_unlabeled,
+        )
         self.arguments: dict[str, Any] = {
             "source": source,
             "target": target,
@@ -115,10 +121,6 @@ class TransferDataModule(LightningDataModule):
             "batch_size": batch_size,
             "seed": seed,
         }
-        for argument in ("batch_size", "max_source", "max_unlabeled"):
-            value = self.arguments[argument]
-            if value is not None and value < 2:
-                raise ValueError(f"`{argument}` must be at least 2, got {value}.")
         self.batch_size = batch_size
         self.seed = seed
         self.stage: Stage = "pretrain"
