@@ -101,15 +101,18 @@ def _checked(results: Iterable[Result | Mapping[str, Any]]) -> list[Result]:
         try:
             result = Result(**row)
         except (TypeError, ValueError) as error:
-            rule = "must hold results, or dicts like them"
-            raise ValueError(f"`results` {rule}: {error} This is one: {row}") from error
+            raise ValueError(
+                f"`results` must hold results, or dicts like them: {error} This is one: {row}"
+            ) from error
         names = names or result.test.keys()
         if result.test.keys() != names:
-            rule = f"must hold {', '.join(names)} in all results"
-            raise ValueError(f"`test` {rule}, got {', '.join(result.test)} in {result}.")
+            raise ValueError(
+                f"`test` must hold {', '.join(names)} in all results, got {', '.join(result.test)} in {result}."
+            )
         if found.setdefault(str(result), result) is not result:
-            rule = "must hold one result per method, number of labels and seed"
-            raise ValueError(f"`results` {rule}, got two {result}.")
+            raise ValueError(
+                f"`results` must hold one result per method, number of labels and seed, got two {result}."
+            )
     if not found:
         raise ValueError("`results` must hold at least one result, got none.")
     return [*found.values()]

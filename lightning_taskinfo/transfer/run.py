@@ -254,8 +254,7 @@ def _whole_numbers(argument: str, given: Any) -> list[int]:
     try:
         numbers = [operator.index(one) for one in ([given] if np.ndim(given) == 0 else given)]
     except TypeError:
-        rule = "must be a whole number or several"
-        raise TypeError(f"`{argument}` {rule}, got {given!r}.") from None
+        raise TypeError(f"`{argument}` must be a whole number or several, got {given!r}.") from None
     check_different(argument, numbers)
     return numbers
 

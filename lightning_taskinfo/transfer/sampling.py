@@ -235,14 +235,17 @@ def read_target(data: Any, batch_size: int | None) -> Target:
     elif isinstance(data, Mapping):
         parts = {name: part for name, part in data.items() if part is not None}
         if not {"train", "test"} <= {*parts} <= {*PARTS}:
-            rule = "must have the parts train, test and maybe validation"
-            raise ValueError(f"`data` {rule}, got {', '.join(data)}.")
+            raise ValueError(
+                f"`data` must have the parts train, test and maybe validation, got {', '.join(data)}."
+            )
         size = max(batch_size or 32, 256)
         loaders = {name: DataLoader(_dataset(parts[name]), size) for name in parts}
         batch_size = batch_size or 32
     else:
-        rule = "a LightningDataModule or datasets {'train': …, 'test': …}"
-        raise TypeError(f"`data` must be {rule}, got a {type(data).__name__}.")
+        raise TypeError(
+            "`data` must be a LightningDataModule or datasets {'train': …, 'test': …}, "
+            f"got a {type(data).__name__}."
+        )
     found = {}
     for name, loader in loaders.items():
         samples: Any = loader.dataset
@@ -308,8 +311,9 @@ def _dataset(part: Any) -> Any:
         return part
     inputs, targets = map(torch.as_tensor, part)
     if len(inputs) != len(targets):
-        rule = "`data` must have as many targets as inputs"
-        raise ValueError(f"{rule}, got {len(targets)} for {len(inputs)}.")
+        raise ValueError(
+            f"`data` must have as many targets as inputs, got {len(targets)} for {len(inputs)}."
+        )
     return TensorDataset(inputs, targets)
 
 
@@ -334,8 +338,9 @@ def chosen_rows(
     """
     for count in counts:
         if not 1 <= count <= length:
-            rule = f"must be between 1 and the {length} training samples there are"
-            raise ValueError(f"`labels` {rule}, got {count}.")
+            raise ValueError(
+                f"`labels` must be between 1 and the {length} training samples there are, got {count}."
+            )
     if labels is None or labels.is_floating_point():
         return np.random.default_rng(seed).permutation(length)
     known = (labels != IGNORED).nonzero().flatten().cpu().numpy()  # others have no label
@@ -345,9 +350,11 @@ def chosen_rows(
         )
     classes, y = np.unique(labels.cpu().numpy()[known], return_inverse=True)
     if len(classes) < 2:
-        rule = "must have training samples of at least two classes"
-        raise ValueError(f"`data` {rule}, got class {classes[0]} only.")
+        raise ValueError(
+            f"`data` must have training samples of at least two classes, got class {classes[0]} only."
+        )
     if min(counts) < len(classes):
-        rule = f"must give every one of the {len(classes)} classes at least one label"
-        raise ValueError(f"`labels` {rule}, got {min(counts)}.")
+        raise ValueError(
+            f"`labels` must give every one of the {len(classes)} classes at least one label, got {min(counts)}."
+        )
     return known[by_turns(y, np.random.default_rng(seed))]

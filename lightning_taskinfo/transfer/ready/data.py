@@ -246,8 +246,9 @@ def as_task(argument: str, what: Any) -> ArrayData:
     if isinstance(what, str | os.PathLike):
         return load_task(what)
     if not isinstance(what, ArrayData):
-        rule = "must be an ArrayData, or the name or path of one"
-        raise TypeError(f"`{argument}` {rule}, got {type(what).__name__}.")
+        raise TypeError(
+            f"`{argument}` must be an ArrayData, or the name or path of one, got {type(what).__name__}."
+        )
     return what
 
 

@@ -87,8 +87,9 @@ def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> 
     """
     channels, height, wide = image_shape
     if min(height, wide) < 8:
-        rule = "`image_shape` must have a height and width of at least 8"
-        raise ValueError(f"{rule}, got {image_shape}.")
+        raise ValueError(
+            f"`image_shape` must have a height and width of at least 8, got {image_shape}."
+        )
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
         nn.ReLU(),
