@@ -113,7 +113,7 @@ def logits_of(result: Any) -> Tensor:
     """
     several = isinstance(result, list | tuple) and not hasattr(result, "logits")
     parts = result if several else [result]
-    named = [_field(part, "logits") for part in parts]
+    named = [_logits_field(part) for part in parts]
     found = [*filter(_may_be_logits, named)] or [*filter(_may_be_logits, parts)]
     if len(found) == 1:
         return found[0]
@@ -123,11 +123,11 @@ def logits_of(result: Any) -> Tensor:
     )
 
 
-def _field(result: Any, name: str) -> Any:
-    """Return a field or attribute of what a model returned; ``None`` if there is none."""
+def _logits_field(result: Any) -> Any:
+    """Return the field or attribute ``logits`` of what a model returned; ``None`` if there is none."""
     if isinstance(result, Mapping):
-        return result.get(name)
-    return getattr(result, name, None)
+        return result.get("logits")
+    return getattr(result, "logits", None)
 
 
 def _may_be_logits(x: Any) -> bool:

@@ -142,7 +142,9 @@ class Task2Vec:
         inputs, labels = self._read(data, "data")
         if not name:
             raise ValueError("`name` must be given for data without a name of its own.")
-        classes, targets = _classes(labels)
+        classes, targets = labels.unique(return_inverse=True)  # [C], [N]
+        if len(classes) < 2:
+            raise ValueError(f"`data` must hold at least two classes, got {len(classes)}.")
         tested = None if test is None else self._read(test, "test")
         self._fit(inputs, targets)
         picked = self._pick(len(labels))
@@ -270,11 +272,3 @@ def _weights(network: nn.Module, head: str) -> list[str]:
             f"`network` must have a weight with filters beside its head {head!r}, got none."
         )
     return found
-
-
-def _classes(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the classes that occur, ``[C]``, and each sample's place among them, ``[N]``."""
-    classes, targets = labels.unique(return_inverse=True)
-    if len(classes) < 2:
-        raise ValueError(f"`data` must hold at least two classes, got {len(classes)}.")
-    return classes, targets

@@ -329,12 +329,11 @@ class TransferReport:
         """Return the report as Markdown, with a picture of this name if there is one."""
         return render.to_markdown(self, picture)
 
-    def __str__(self) -> str:
-        return self.to_terminal()
-
     def to_terminal(self) -> str:
         """Return the main table, and the findings as sentences."""
         return render.to_terminal(self)
+
+    __str__ = to_terminal
 
     def plot(self) -> Panels:
         """Draw what was measured, mean and interval of every method, and return figure and panels."""
@@ -431,7 +430,7 @@ def log_to_wandb(
     """
     import wandb
 
-    Path(folder).mkdir(parents=True, exist_ok=True)  # or W&B writes to a temporary one
+    make_folder(folder)  # or W&B writes to a temporary one
     rows = report.table()
     scalars = {}
     for row in rows:

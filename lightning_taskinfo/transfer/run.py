@@ -162,16 +162,26 @@ def transfer(
         check_trainer(rule, DEFAULT, {"accelerator": accelerator})
     if folder is None and logger == "wandb_offline":
         raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
-    own: Values = {"metric": metric, "mode": mode, "trainer": trainer}
-    own |= {"batch_size": batch_size, "certify": certify or None}
+    own: Values = {
+        "metric": metric,
+        "mode": mode,
+        "trainer": trainer,
+        "batch_size": batch_size,
+        "certify": certify or None,
+    }
     ready: Values = {"methods": methods, "stages": stages, "weights": weights}
     unused, when = (own, "without") if starts is None else (ready, "with")
     for argument, value in unused.items():
         if value is not None:
             raise ValueError(f"`{argument}` must be left out {when} `starts`, got {value!r}.")
     counts = None if labels is None else _whole_numbers("labels", labels)
-    shared = {"data": data, "labels": counts, "accelerator": accelerator, "adapt": adapt}
-    shared["seeds"] = _seeds(seeds)
+    shared: Values = {
+        "data": data,
+        "labels": counts,
+        "seeds": _seeds(seeds),
+        "accelerator": accelerator,
+        "adapt": adapt,
+    }
     made: Any = model
     if starts is None:
         recipe: Recipe = Ready(made, **shared, **ready)
@@ -279,10 +289,16 @@ def _run(
         if one.needs and not one.result.exists() and not one.needs.weights.exists():
             one.needs.result.unlink(missing_ok=True)
     results: Values = {}
-    where: Values = {"folder": trials[0].root / "results", "executor": executor, "workers": workers}
     for needy in (False, True):
         wave = {name: one for name, one in named.items() if bool(one.needs) is needy}
-        results |= run_jobs(Trial.run, wave, on_done=done, **where)
+        results |= run_jobs(
+            Trial.run,
+            wave,
+            folder=trials[0].root / "results",
+            executor=executor,
+            workers=workers,
+            on_done=done,
+        )
     return results
 
 

@@ -101,7 +101,7 @@ class Recipe:
         names = [way_name(way) for way in ways]
         check_different("adapt", names)
         self.ways = dict(zip(names, ways, strict=True))
-        self.trained: dict[tuple[str, str], list[str]] = {}
+        self.trained = {}
         for (name, start), way in product(self.starts.items(), self.ways):
             if name != SCRATCH:
                 module = self.adapted(start.module(0), name, way)
@@ -192,7 +192,7 @@ class RunLog:
             return
         import wandb
 
-        self.folder.mkdir(parents=True, exist_ok=True)
+        _files.make_folder(self.folder)
         whole = f"{self.folder.absolute()}/{self.group}/{name}"
         run = wandb.init(  # not by Lightning, whose call W&B answers with a warning about an old argument
             name=name,
@@ -392,7 +392,10 @@ class EpochKeeper(Callback):
         self.curve.append(row)
         begun = time.monotonic()
         if begun >= self._next_write:
-            save_checkpoint(trainer, self.folder / "last.ckpt")
+            # Beside its place first, under a name of its own: a killed process leaves the one
+            # before, and may be at work still, on another machine.
+            with _files.atomic_path(self.folder / "last.ckpt") as beside:
+                trainer.save_checkpoint(beside)
             ended = time.monotonic()
             self._next_write = ended + 20 * (ended - begun)
 
@@ -451,11 +454,13 @@ def fit_stage(
     callbacks = [*job.options.get("callbacks", []), keeper]
     options = {**job.options, "logger": logger or False, "callbacks": callbacks}
     test = {}
+    resumed = None
     with quiet(), interruptible():
         trainer = make_trainer(namespace, options)
         if last.exists():
             _files.check_archive(last, advice=ADVICE)  # before Lightning says so
-        trainer.fit(job.module, **job.fit, ckpt_path=str(last) if last.exists() else None)
+            resumed = str(last)
+        trainer.fit(job.module, **job.fit, ckpt_path=resumed)
         if job.test is not None:
             test = dict(trainer.test(job.module, **job.test, verbose=False)[0])
     return keeper.curve, test
@@ -474,16 +479,6 @@ def check_trainer(rule: str, namespace: str, options: Values) -> None:
             make_trainer(namespace, {**options, "logger": False})
     except Exception as error:  # of a kind of its own for each
         raise ValueError(f"{rule} ({first_line(error)}).") from error
-
-
-def save_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Write a checkpoint beside its place and move it there, so that a killed process leaves the one before.
-
-    No two processes write beside it under the same name: one of a killed run may be at work still,
-    on another machine.
-    """
-    with _files.atomic_path(path) as beside:
-        trainer.save_checkpoint(beside)
 
 
 @contextmanager

@@ -123,7 +123,7 @@ class TransferDataModule(LightningDataModule):
         }
         self.batch_size = batch_size
         self.seed = seed
-        self.stage: Stage = "pretrain"
+        self.stage = "pretrain"
         self._ready = False
 
     def replaced(self, **changes: Any) -> "TransferDataModule":
@@ -140,7 +140,7 @@ class TransferDataModule(LightningDataModule):
             return
         given = self.arguments
         source, target = self.tasks().values()
-        self.image_shape: Shape = tuple(given["image_shape"] or source.image_shape)
+        self.image_shape = tuple(given["image_shape"] or source.image_shape)
         self.source_classes = source.num_classes
         self.target_classes = target.num_classes
         x = target.x_train
