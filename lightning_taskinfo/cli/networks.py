@@ -15,15 +15,7 @@ from lightning_taskinfo._files import write_json
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.certificates import certify as certify_network
-from lightning_taskinfo.cli._own import (
-    Data,
-    Network,
-    Part,
-    draw,
-    path_of,
-    read_part,
-    started,
-)
+from lightning_taskinfo.cli._own import Data, Network, Part, draw, path_of, read_part, started
 from lightning_taskinfo.cli._parser import find, is_import_path
 from lightning_taskinfo.data import load_task
 from lightning_taskinfo.plotting import check_picture

@@ -17,13 +17,7 @@ from lightning_taskinfo._tables import Cells, Logged
 from lightning_taskinfo.certificates.samples import Data
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
 from lightning_taskinfo.plotting import Panels
-from lightning_taskinfo.tasks.training import (
-    Fit,
-    ModelFn,
-    Training,
-    build,
-    read_task,
-)
+from lightning_taskinfo.tasks.training import Fit, ModelFn, Training, build, read_task
 from lightning_taskinfo.variational import add_weight_noise, noisy_weights, sampling, weight_kl
 
 BETAS = tuple(10 ** (2 - j / 2) for j in range(10))  # 100 … 0.003

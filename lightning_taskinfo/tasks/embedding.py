@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_taskinfo._tables import Cells, Logged
-from lightning_taskinfo.functional.task_embedding import (
-    classical_scaling,
-    embedding_distance,
-)
+from lightning_taskinfo.functional.task_embedding import classical_scaling, embedding_distance
 from lightning_taskinfo.plotting import Drawn, Given, figure_and_axes, plot_bars
 
 

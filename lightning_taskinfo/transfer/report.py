@@ -11,17 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from lightning_taskinfo._files import (
-    StrPath,
-    atomic_write,
-    make_folder,
-    read_json,
-    write_json,
-)
-from lightning_taskinfo._ranges import (
-    check_counts,
-    check_probability,
-)
+from lightning_taskinfo._files import StrPath, atomic_write, make_folder, read_json, write_json
+from lightning_taskinfo._ranges import check_counts, check_probability
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.functional.intervals import Interval, Verdict, mean_interval, paired_gain
 from lightning_taskinfo.plotting import Panels
