@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_taskinfo._fields import Parts
-from lightning_taskinfo._nested import IGNORED, Pair, described, first_samples
+from lightning_taskinfo._nested import IGNORED, Pair, described, pick
 from lightning_taskinfo._observe import observing
 
 Forward = Callable[[Any, Any], Any]
@@ -174,7 +174,7 @@ def call_on(model: nn.Module, inputs: Any) -> Call:
         if isinstance(inputs, Tensor) and inner_model(model) in (None, model):
             known[kind] = Call()
         else:
-            few, _ = first_samples(inputs, None, FEW)
+            few = pick(inputs, slice(FEW))
             known[kind], _ = settle_call(model, Parts(few, None, few))
     return known[kind]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._batches import BatchFn, Reader
-from lightning_taskinfo._nested import IGNORED, sample_count, tensors
+from lightning_taskinfo._nested import IGNORED, pick, sample_count, tensors
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._progress import Progress, counted, shown
 from lightning_taskinfo._ranges import check_counts, check_positive, check_probability, check_values
@@ -47,7 +47,6 @@ from lightning_taskinfo.certificates.subject import (
     Subject,
     check_certifiable,
     differences,
-    pick,
 )
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.distributions.gaussian import Curvature

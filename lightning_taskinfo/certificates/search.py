@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from lightning_taskinfo._calls import outputs_of
+from lightning_taskinfo._nested import pick
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo._progress import Progress, counted
 from lightning_taskinfo._ranges import check_choice
 from lightning_taskinfo.certificates.certificate import Candidate
 from lightning_taskinfo.certificates.prior import Prior
-from lightning_taskinfo.certificates.subject import Subject, pick
+from lightning_taskinfo.certificates.subject import Subject
 from lightning_taskinfo.distributions import (
     IsotropicGaussian,
     WeightGaussian,

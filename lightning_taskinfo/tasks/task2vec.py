@@ -13,11 +13,10 @@ from lightning_taskinfo._files import digest
 from lightning_taskinfo._nested import (
     IGNORED,
     described,
-    first_samples,
     moved,
+    pick,
     sample_count,
     split,
-    take,
 )
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_counts, check_positive
@@ -148,7 +147,7 @@ class Task2Vec:
         tested = None if test is None else self._read(test, "test")
         self._fit(inputs, targets)
         picked = self._pick(len(labels))
-        means = self._fisher(take(inputs, lambda x: x[picked.to(x.device)]))
+        means = self._fisher(pick(inputs, picked))
         error = math.nan
         if tested is not None:
             error = self._error(*tested, classes)
@@ -182,8 +181,7 @@ class Task2Vec:
         if not counted.any():
             raise ValueError(f"`{argument}` must hold a label that counts, got none.")
         if not counted.all():
-            labels = labels[counted]
-            inputs = take(inputs, lambda x: x[counted.to(x.device)])
+            inputs, labels = pick((inputs, labels), counted)
         return inputs, labels
 
     def _outputs(self, inputs: Any) -> Tensor:
@@ -216,7 +214,7 @@ class Task2Vec:
         like = next(self.network.parameters())
         head = fitted.to(like).eval().requires_grad_(False)
         self.network.set_submodule(self.head, head)
-        some, _ = first_samples(inputs, None, 8)
+        some = pick(inputs, slice(8))
         try:
             with torch.no_grad():
                 expected = head(features[:8].to(like)).softmax(-1)

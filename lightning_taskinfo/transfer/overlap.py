@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from lightning_taskinfo._batches import BatchFn, read_batch, read_by
 from lightning_taskinfo._calls import Call, Forward, NoLogitsError, call_on
 from lightning_taskinfo._fields import is_labeled
-from lightning_taskinfo._nested import IGNORED, joined, moved, sample_count, take, tensors
+from lightning_taskinfo._nested import IGNORED, joined, moved, pick, sample_count, tensors
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_finite, check_values
 from lightning_taskinfo._tables import Cells, Tabled
@@ -200,7 +199,7 @@ def read_labelled(data: Any, batch_fn: BatchFn | None, folds: int) -> Labelled:
         labels = labels.detach().cpu()
         if not labels.is_floating_point():
             labelled = (labels != IGNORED).nonzero().flatten()
-            inputs, labels = take((inputs, labels), itemgetter(labelled))
+            inputs, labels = pick((inputs, labels), labelled)
         if len(labels):
             given.append(inputs)
             targets.append(labels)
@@ -259,7 +258,7 @@ class ObservedNetwork:
     """
 
     def __init__(self, model: nn.Module, inputs: Any, forward_fn: Forward | None) -> None:
-        few = take(inputs, itemgetter(slice(2)))
+        few = pick(inputs, slice(2))
         self.model = model
         self.modules = dict(model.named_modules())
         self.forward = forward_fn or _way_to_call(model, few)
@@ -348,7 +347,7 @@ class ObservedNetwork:
         with self._watched({*layers}, keep):
             for begin in range(0, n, CHUNK):
                 place = slice(begin, begin + CHUNK)
-                inputs = take(samples.inputs, itemgetter(place))
+                inputs = pick(samples.inputs, place)
                 output = self.run(self.model, inputs)
                 if self.head is not None and output.ndim == 2:
                     logits.append(output.double().cpu())
