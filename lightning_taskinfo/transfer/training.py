@@ -392,10 +392,7 @@ class EpochKeeper(Callback):
         self.curve.append(row)
         begun = time.monotonic()
         if begun >= self._next_write:
-            # Beside its place first, under a name of its own: a killed process leaves the one
-            # before, and may be at work still, on another machine.
-            with _files.atomic_path(self.folder / "last.ckpt") as beside:
-                trainer.save_checkpoint(beside)
+            save_checkpoint(trainer, self.folder / "last.ckpt")
             ended = time.monotonic()
             self._next_write = ended + 20 * (ended - begun)
 
@@ -479,6 +476,16 @@ def check_trainer(rule: str, namespace: str, options: Values) -> None:
             make_trainer(namespace, {**options, "logger": False})
     except Exception as error:  # of a kind of its own for each
         raise ValueError(f"{rule} ({first_line(error)}).") from error
+
+
+def save_checkpoint(trainer: Trainer, path: Path) -> None:
+    """Write a checkpoint beside its place and move it there, so that a killed process leaves the one before.
+
+    No two processes write beside it under the same name: one of a killed run may be at work still,
+    on another machine.
+    """
+    with _files.atomic_path(path) as beside:
+        trainer.save_checkpoint(beside)
 
 
 @contextmanager
