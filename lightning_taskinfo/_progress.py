@@ -30,7 +30,7 @@ def shown(progress: Progress | bool, title: str, total: int) -> Iterator[Progres
     if not isinstance(progress, bool):
         yield progress
     elif not progress:
-        yield lambda done, total, label: None
+        yield silent
     elif visible():
         from tqdm.auto import tqdm
 
@@ -71,6 +71,10 @@ def counted(items: Iterable[Item], total: int, progress: Progress, label: str) -
     for done, item in enumerate(items, 1):
         yield item
         progress(done, total, label)
+
+
+def silent(done: int, total: int, label: str) -> None:
+    """What is called where nobody wants to know."""
 
 
 def visible() -> bool:
