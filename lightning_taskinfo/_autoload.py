@@ -48,7 +48,7 @@ def _autoloaded(name: str) -> type[Callback]:
 
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             self.stepped_back = self.checked = False
-            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
             others = [callback for callback in callbacks if callback is not self]
             if any(isinstance(callback, base) for callback in others):
                 # A new list: Lightning is iterating over the old one.

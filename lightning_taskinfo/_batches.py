@@ -17,8 +17,7 @@ them as ``forward_fn``, or leave it out: ``outputs_of`` of ``_calls`` is the def
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +35,11 @@ from lightning_taskinfo._calls import (
     settle_call,
 )
 from lightning_taskinfo._fields import Parts, labeled_part, numbers_of, parted
-from lightning_taskinfo._nested import IGNORED, TARGETS, Pair, described, has_tensors, size, take
+from lightning_taskinfo._nested import IGNORED, TARGETS, Pair, described, has_tensors, pick, size
 from lightning_taskinfo._next_token import follows
 from lightning_taskinfo._observe import observing
 
-BatchFn: TypeAlias = Callable[[Any], Any]
+BatchFn = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def read_by(
     """
     rule = "`batch_fn` must return (inputs, targets) of every batch"
     try:
-        picked: Any = batch_fn(batch)
+        picked = batch_fn(batch)
     except Exception as error:
         found = f"{type(error).__name__} ({error}) for {described(batch)}"
         raise ValueError(f"{rule}, got {found}.") from error
@@ -178,7 +177,7 @@ def _found_out(
     forward_fn: Forward | None,
 ) -> Call:
     """Call the model in every way that it may be meant; the first that works says how batches are read."""
-    few: Parts = take(parts, itemgetter(_telling_rows(parts.targets)))
+    few: Parts = pick(parts, _telling_rows(parts.targets))
     try:
         if forward_fn is None:
             call, outputs = settle_call(model, few)

@@ -8,7 +8,7 @@ package is imported.
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_taskinfo._fields import Parts
-from lightning_taskinfo._nested import IGNORED, Pair, described, first_samples
+from lightning_taskinfo._nested import IGNORED, Pair, described, pick
 from lightning_taskinfo._observe import observing
 
-Forward: TypeAlias = Callable[[Any, Any], Any]
+Forward = Callable[[Any, Any], Any]
 
 FEW = 2  # samples that show how a model is called
 
@@ -113,7 +113,7 @@ def logits_of(result: Any) -> Tensor:
     """
     several = isinstance(result, list | tuple) and not hasattr(result, "logits")
     parts = result if several else [result]
-    named = [_field(part, "logits") for part in parts]
+    named = [_logits_field(part) for part in parts]
     found = [*filter(_may_be_logits, named)] or [*filter(_may_be_logits, parts)]
     if len(found) == 1:
         return found[0]
@@ -123,11 +123,11 @@ def logits_of(result: Any) -> Tensor:
     )
 
 
-def _field(result: Any, name: str) -> Any:
-    """Return a field or attribute of what a model returned; ``None`` if there is none."""
+def _logits_field(result: Any) -> Any:
+    """Return the field or attribute ``logits`` of what a model returned; ``None`` if there is none."""
     if isinstance(result, Mapping):
-        return result.get(name)
-    return getattr(result, name, None)
+        return result.get("logits")
+    return getattr(result, "logits", None)
 
 
 def _may_be_logits(x: Any) -> bool:
@@ -174,7 +174,7 @@ def call_on(model: nn.Module, inputs: Any) -> Call:
         if isinstance(inputs, Tensor) and inner_model(model) in (None, model):
             known[kind] = Call()
         else:
-            few, _ = first_samples(inputs, None, FEW)
+            few = pick(inputs, slice(FEW))
             known[kind], _ = settle_call(model, Parts(few, None, few))
     return known[kind]
 
@@ -197,7 +197,7 @@ def settle_call(
         NoLogitsError: If it runs, and returns no logits.
         Exception: What the first and most natural way to call it raised, where none works.
     """
-    first_error: Exception | None = None
+    first_error = None
     for call in _candidates(model, few):
         inputs = call.inputs_of(few)
         try:

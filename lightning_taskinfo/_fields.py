@@ -31,7 +31,7 @@ def parted(batch: Any) -> Parts | None:
     target = _target_of(named)
     if target is not None:
         others = {name: value for name, value in named.items() if name != target}
-        inputs: Any = others
+        inputs = others
         if len(others) == 1:
             (inputs,) = others.values()
         return Parts(inputs, named[target], named, target)

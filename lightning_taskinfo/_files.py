@@ -12,12 +12,12 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-StrPath: TypeAlias = str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
 DAY = 86_400  # seconds
 
 
@@ -29,7 +29,7 @@ def atomic_write(path: StrPath, mode: str = "wb") -> Iterator[IO[Any]]:
     process left half-written is removed by the next one that writes the same file.
 
     Args:
-        path: The file to write or replace; its folder must exist.
+        path: The file to write or replace; its folder is made where it is missing.
         mode: ``"wb"`` for bytes, ``"w"`` for UTF-8 text.
 
     Yields:
@@ -48,6 +48,7 @@ def atomic_path(path: StrPath) -> Iterator[Path]:
     ends in ``.tmp``.
     """
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     for other in path.parent.glob(f"{glob.escape(path.name)}.*.*.*.tmp"):
         if _is_abandoned(other):
             other.unlink(missing_ok=True)
@@ -218,7 +219,7 @@ def read_checkpoint(argument: str, path: StrPath) -> Checkpoint:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            content: Any = load_file(path)
+            content = load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a kind of its own for every kind of damage

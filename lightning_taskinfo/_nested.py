@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-Pair: TypeAlias = tuple[Any, Tensor | None]
+Pair = tuple[Any, Tensor | None]
 
 IGNORED = -100  # labels of this value count for nothing
 TARGETS = ("targets", "target", "labels", "label", "y")  # names of fields that hold them
@@ -17,20 +16,20 @@ TARGETS = ("targets", "target", "labels", "label", "y")  # names of fields that 
 
 def take(
     inputs: Any,
-    pick: Callable[[Tensor], Any],
+    change: Callable[[Tensor], Any],
 ) -> Any:
-    """Apply ``pick`` to every tensor of ``inputs`` and keep the structure.
+    """Apply ``change`` to every tensor of ``inputs`` and keep the structure.
 
     Example:
         >>> take({"x": torch.arange(3), "name": "a"}, lambda x: x[:1])
         {'x': tensor([0]), 'name': 'a'}
     """
     if isinstance(inputs, Tensor):
-        return pick(inputs)
+        return change(inputs)
     if isinstance(inputs, Mapping):
-        return {key: take(value, pick) for key, value in inputs.items()}
+        return {key: take(value, change) for key, value in inputs.items()}
     if isinstance(inputs, list | tuple):
-        taken = [take(value, pick) for value in inputs]
+        taken = [take(value, change) for value in inputs]
         return _of_kind(type(inputs), taken)
     return inputs
 
@@ -59,6 +58,26 @@ def moved(inputs: Any, device: torch.device) -> Any:
     return take(inputs, lambda x: x.to(device))
 
 
+def pick(inputs: Any, index: Tensor | slice, device: torch.device | None = None) -> Any:
+    """Return some of the samples.
+
+    Args:
+        inputs: Tensors, or tuples, lists and dicts of them, samples along the first axis.
+        index: Which samples: numbers, truth values or a slice.
+        device: Where to; left where they are by default.
+
+    Example:
+        >>> pick({"x": torch.arange(5)}, torch.tensor([3, 1]))
+        {'x': tensor([3, 1])}
+    """
+
+    def some(x: Tensor) -> Tensor:
+        rows = index.to(x.device) if isinstance(index, Tensor) else index
+        return x[rows].to(device=device)
+
+    return take(inputs, some)
+
+
 def split(
     inputs: Any,
     size: int,
@@ -70,7 +89,7 @@ def split(
         [[0, 1], [2]]
     """
     for start in range(0, sample_count(inputs), size):
-        yield take(inputs, itemgetter(slice(start, start + size)))
+        yield pick(inputs, slice(start, start + size))
 
 
 def first_samples(
@@ -79,7 +98,7 @@ def first_samples(
     n: int,
 ) -> Pair:
     """Return the first ``n`` samples of a batch."""
-    return take((inputs, targets), lambda x: x[:n])
+    return pick((inputs, targets), slice(n))
 
 
 def filled_up(
@@ -95,7 +114,7 @@ def filled_up(
         tensor([0, 1, 0])
     """
     rows = torch.arange(n, device="cpu") % size(inputs)
-    return take((inputs, targets), lambda x: x[rows.to(x.device)])
+    return pick((inputs, targets), rows)
 
 
 def joined(parts: list[Any], model: nn.Module | None = None) -> Any:
@@ -137,7 +156,7 @@ def _filler(
     """Return what a field has at places of padding: what batches have there, or the model's token, or 0."""
     if name in TARGETS:
         return IGNORED
-    known: set[float] = set()
+    known = set()
     for x, mask in zip(values, masks, strict=True):
         if x.shape[:2] == mask.shape:
             known.update(x[mask == 0].flatten().tolist())
@@ -169,8 +188,12 @@ def _padded(parts: list[Tensor], value: float) -> Tensor:
     return pad_sequence(rows, batch_first=True, padding_value=value)
 
 
-def sample_count(inputs: Any) -> int:
+def sample_count(inputs: Any, argument: str = "inputs") -> int:
     """Return the number of samples: the common length of all tensors of ``inputs``.
+
+    Args:
+        inputs: Tensors, or tuples, lists and dicts of them.
+        argument: What they are called, for messages.
 
     Raises:
         ValueError: If there is no tensor, or the lengths differ.
@@ -178,12 +201,13 @@ def sample_count(inputs: Any) -> int:
     lengths = {len(x) if x.ndim else 0 for x in tensors(inputs)}
     if not lengths:
         raise ValueError(
-            "`inputs` must be a tensor, or a tuple, list or dict of tensors, got "
+            f"`{argument}` must be a tensor, or a tuple, list or dict of tensors, got "
             f"{type(inputs).__name__} without tensors."
         )
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
-            f"`inputs` must hold tensors with the same, positive number of samples along axis 0, got {sorted(lengths)}."
+            f"`{argument}` must hold tensors with the same, positive number of samples along axis 0, got "
+            f"{sorted(lengths)}."
         )
     return lengths.pop()
 

@@ -4,14 +4,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._random import keep_random_states
 
-ParamDict: TypeAlias = dict[str, Tensor]
+ParamDict = dict[str, Tensor]
 """Tensors by parameter name, as in ``model.named_parameters()``."""
 
 WRAPPER = "base_model.model."  # that peft puts around a network

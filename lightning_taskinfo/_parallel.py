@@ -7,12 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import (
-    Executor,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    as_completed,
-)
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -24,9 +19,11 @@ import torch
 from lightning_taskinfo._files import StrPath, make_folder, read_result, write_result
 from lightning_taskinfo._warn import first_line
 
+Function = Callable[..., Any]
+
 
 def run_jobs(
-    function: Callable[[Any], Any],
+    function: Function,
     jobs: Mapping[str, Any],
     *,
     folder: StrPath | None = None,
@@ -111,7 +108,7 @@ def check_travels(
 
 
 def _computed(
-    function: Callable[[Any], Any],
+    function: Function,
     jobs: Mapping[str, Any],
     executor: Executor | None,
     workers: int | None,
@@ -120,7 +117,7 @@ def _computed(
     if executor is None and workers == 0:
         for name, argument in jobs.items():
             try:
-                yield name, _one_thread(function, argument)
+                yield name, on_one_thread(function, argument)
             except Exception as error:
                 raise _failure(name, error) from error
         return
@@ -128,7 +125,7 @@ def _computed(
     with _pool(executor, workers, len(jobs)) as pool:
         with nullcontext() if executor is not None else _deaf_children():
             names = {
-                pool.submit(_one_thread, function, argument): name
+                pool.submit(on_one_thread, function, argument): name
                 for name, argument in jobs.items()
             }
         for future in as_completed(names):
@@ -201,11 +198,12 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
+def on_one_thread(function: Function, *arguments: Any) -> Any:
+    """Call a function with one torch thread: sums are split over threads, and their number shows in the last bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return function(argument)
+        return function(*arguments)
     finally:
         torch.set_num_threads(threads)
 

@@ -4,9 +4,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
-Progress: TypeAlias = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str], None]
 Item = TypeVar("Item")
 PAUSE = 10.0  # seconds between two lines
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"  # how many a second says nothing here

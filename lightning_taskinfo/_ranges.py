@@ -66,6 +66,7 @@ def check_choice(options: Iterable[str], **arguments: Any) -> None:
 RULES: dict[str, Callable[[Tensor], Tensor]] = {  # what is said of numbers -> where it holds
     "above 0.5": lambda t: t > 0.5,
     "at least 1": lambda t: t >= 1,
+    "at least 2": lambda t: t >= 2,
     "at least 8": lambda t: t >= 8,
     "greater than 2": lambda t: t > 2,
     "in (0, 1)": lambda t: (t > 0) & (t < 1),

@@ -3,34 +3,33 @@
 import json
 from collections.abc import Sequence
 from html import escape
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning_taskinfo._wandb import Rows, log_once
 
-Cells: TypeAlias = tuple[list[str], list[list[str]]]
+Cells = tuple[list[str], list[list[str]]]
 
 
 class Tabled:
     """A result that prints itself: a table, remarks where there is cause for them, and one sentence.
 
-    Subclasses have ``_cells`` and ``reading``; those with a ``to_dict`` can be written as JSON.
+    Subclasses have ``_cells``, the names of columns and the rows as they are shown, and ``reading``,
+    the result as one sentence.
     """
 
-    def _cells(self) -> Cells:
-        """Return column names and rows, as they are shown."""
-        raise NotImplementedError
+    _cells: Any
+    reading: Any
 
     def _remarks(self) -> list[str]:
         """Return what a reader of the table must know."""
         return []
 
-    def reading(self) -> str:
-        """Return the result as one sentence."""
-        raise NotImplementedError
-
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
-        raise NotImplementedError
+        return {
+            name: value.tolist() if hasattr(value, "tolist") else value
+            for name, value in vars(self).items()
+        }
 
     def to_json(self, **options: Any) -> str:
         """Return everything as JSON; ``options`` go to ``json.dumps``."""
@@ -41,7 +40,7 @@ class Tabled:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return in_notebook(self)
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 class Logged(Tabled):
@@ -84,13 +83,3 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         aligned[0] = row[0].ljust(widths[0])
         lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)
-
-
-def in_notebook(result: Any) -> str:
-    """Return the text of a result as HTML that keeps its columns.
-
-    Example:
-        >>> in_notebook("a < b")
-        '<pre>a &lt; b</pre>'
-    """
-    return f"<pre>{escape(str(result))}</pre>"

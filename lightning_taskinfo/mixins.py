@@ -25,7 +25,7 @@ wanted, run it inside :func:`lightning_taskinfo.regularizers.frozen_batchnorm_st
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ __all__ = [
     "TemporalEnsemblingMixin",
 ]
 
-Terms: TypeAlias = Mapping[str, Tensor]
+Terms = Mapping[str, Tensor]
 
 
 class PenaltyMixin(Base):

@@ -22,6 +22,7 @@ __all__ = [
 
 
 Drawn: TypeAlias = "tuple[Figure, Axes]"
+Panels: TypeAlias = "tuple[Figure, Sequence[Axes]]"
 Given: TypeAlias = "Axes | None"  # axes to draw on, or a new figure
 
 

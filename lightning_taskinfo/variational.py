@@ -11,7 +11,7 @@ does that work.
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -21,8 +21,8 @@ from lightning_taskinfo._random import seed_from
 from lightning_taskinfo._ranges import check_not_negative, check_positive
 from lightning_taskinfo.functional.gaussian import gaussian_kl_diag
 
-Weights: TypeAlias = Mapping[str, Tensor]
-PriorCenter: TypeAlias = Literal["initial", "zero"] | Weights
+Weights = Mapping[str, Tensor]
+PriorCenter = Literal["initial", "zero"] | Weights
 
 __all__ = [
     "NoisyWeight",

@@ -33,6 +33,11 @@ def test_the_old_file_stays_when_writing_fails(tmp_path):
     assert os.listdir(tmp_path) == ["result"]
 
 
+def test_folders_above_a_file_are_made(tmp_path):
+    write_json(tmp_path / "new" / "inside" / "result", 1)
+    assert read_json(tmp_path / "new" / "inside" / "result") == 1
+
+
 def test_the_old_file_stays_when_the_process_is_killed(tmp_path):
     path = tmp_path / "result"
     path.write_text("old")

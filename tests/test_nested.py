@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._nested import joined, sample_count, take, tensors
+from lightning_taskinfo._nested import joined, pick, sample_count, take, tensors
 
 Pair = namedtuple("Pair", ["x", "y"])
 X, Y = torch.arange(6.0).view(6, 1), torch.arange(6)
@@ -23,6 +23,20 @@ def test_the_parts_of_a_batch_make_the_batch(batch):
     assert type(whole) is type(batch)
     assert sample_count(whole) == 6
     assert all(torch.equal(a, b) for a, b in zip(tensors(whole), tensors(batch), strict=True))
+
+
+@pytest.mark.parametrize(
+    "index", [slice(1, 4, 2), torch.tensor([3, 1, 1]), Y % 2 == 1], ids=["slice", "rows", "mask"]
+)
+def test_samples_are_picked_out_of_every_part(index):
+    batch = {"x": X, "pair": Pair(X, [Y, "name"])}
+    some = pick(batch, index)
+    assert type(some["pair"]) is Pair
+    assert some["pair"].y[1] == "name"
+    for found in (some["x"], some["pair"].x):
+        assert torch.equal(found, X[index])
+    assert torch.equal(some["pair"].y[0], Y[index])
+    assert {x.device.type for x in tensors(pick(batch, index, torch.device("meta")))} == {"meta"}
 
 
 PAD = 9

@@ -1,5 +1,6 @@
 """Results print themselves: a table of their numbers, one sentence of reading, and a picture."""
 
+import json
 import math
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -99,6 +100,14 @@ def test_an_overlap_shows_every_layer_and_names_the_one_that_misses_least():
     assert (
         "of head miss the least: 20.0 % of the labels' variance (standard error 5.0)" in lines[-1]
     )
+
+
+@pytest.mark.parametrize("result", [CURVE, EMBEDDING, matrix(), OVERLAP], ids=type)
+def test_all_that_a_result_holds_is_written_as_json(result):
+    written = json.loads(result.to_json())
+    for name, value in vars(result).items():
+        plain = value.tolist() if isinstance(value, torch.Tensor) else value
+        assert written[name] == json.loads(json.dumps(plain)), name
 
 
 @pytest.mark.parametrize("result", [CURVE, EMBEDDING, matrix(), OVERLAP], ids=type)

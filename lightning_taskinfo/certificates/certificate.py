@@ -4,15 +4,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from lightning_taskinfo._tables import Tabled
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.functional.tail_bounds import binomial_upper_bound
-
-if TYPE_CHECKING:
-    from lightning_taskinfo.plotting import Axes, Figure
-
+from lightning_taskinfo.plotting import Drawn, Given, plot_bars
 
 UNIT = {
     "class": "errs on at most {} of new inputs",
@@ -32,14 +29,14 @@ REMEDIES = {  # part of a bound -> what it is for, and what lowers it
 }
 
 
-def round_up(bound: float, digits: int = 4) -> float:
-    """Round a bound to so many digits without promising more than was proved.
+def round_up(bound: float) -> float:
+    """Round a bound to four digits without promising more than was proved.
 
     Example:
         >>> round_up(0.21250582), round_up(0.25)
         (0.2126, 0.25)
     """
-    return min(1.0, math.ceil(bound * 10**digits) / 10**digits)
+    return min(1.0, math.ceil(bound * 10_000) / 10_000)
 
 
 def percent(bound: float) -> str:
@@ -330,7 +327,7 @@ class Certificate(Tabled):
             "taken on trust": "; ".join(self.assumptions),
         }
 
-    def plot(self, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+    def plot(self, ax: Given = None) -> Drawn:
         """Draw the bounds that were proved above the errors on the certified samples; needs matplotlib.
 
         Args:
@@ -339,8 +336,6 @@ class Certificate(Tabled):
         Returns:
             The figure and its axes.
         """
-        from lightning_taskinfo.plotting import plot_bars
-
         bars = {"bound, stochastic network": self.bound}
         if self.network is not None:
             bars["bound, network itself"] = self.network.bound

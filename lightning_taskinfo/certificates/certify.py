@@ -5,15 +5,15 @@ inputs; and that of held-out labels.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import Reader
-from lightning_taskinfo._nested import IGNORED, sample_count, tensors
+from lightning_taskinfo._batches import BatchFn, Reader
+from lightning_taskinfo._nested import IGNORED, pick, sample_count, tensors
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._progress import Progress, counted, shown
 from lightning_taskinfo._ranges import check_counts, check_positive, check_probability, check_values
@@ -47,7 +47,6 @@ from lightning_taskinfo.certificates.subject import (
     Subject,
     check_certifiable,
     differences,
-    pick,
 )
 from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.distributions.gaussian import Curvature
@@ -82,7 +81,7 @@ def certify(
     error: ErrorKind = "class",
     known_error: float | None = None,
     loss_fn: Loss | None = None,
-    batch_fn: Callable[[Any], Any] | None = None,
+    batch_fn: BatchFn | None = None,
     forward_fn: Forward | None = None,
     seed: int = 0,
     progress: Progress | bool = True,

@@ -4,19 +4,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_taskinfo._files import digest, read_checkpoint
+from lightning_taskinfo._files import StrPath, digest, read_checkpoint
 from lightning_taskinfo._nested import split
 from lightning_taskinfo._observe import trainable_parameters, weights_now
 from lightning_taskinfo._ranges import check_finite_tensors, check_positive
 from lightning_taskinfo.variational import check_shapes
 
-Tensors: TypeAlias = Mapping[str, Tensor]
+Tensors = Mapping[str, Tensor]
 UNMOVED = 1e-3  # distance from the centre, relative to the weights, below which nothing was learned
 PRIOR_STDS = tuple(0.5 * 2 ** (-j / 2) for j in range(24))  # 0.5 … 1.7e-4, whatever the data
 
@@ -48,7 +48,7 @@ class Prior:
         ['bias', 'weight']
     """
 
-    center: nn.Module | Tensors | str | PathLike[str] | None = field(default=None, repr=False)
+    center: nn.Module | Tensors | StrPath | None = field(default=None, repr=False)
     origin: str | None = None
     stds: Sequence[float] = PRIOR_STDS
     per_layer: bool = True
@@ -66,7 +66,7 @@ class Prior:
         if isinstance(center, str | PathLike):
             center = read_checkpoint("center", center).state
         elif isinstance(center, nn.Module):
-            center = dict(center.named_parameters()) | dict(center.named_buffers())
+            center = all_tensors(center)
         object.__setattr__(self, "center", center)
         check_finite_tensors("center", self.values())
 
@@ -110,8 +110,13 @@ class Prior:
 
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return what training is not to change by gradients: frozen parameters, and buffers."""
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    return {**frozen, **dict(model.named_buffers())}
+    trainable = trainable_parameters(model).keys()
+    return {name: x for name, x in all_tensors(model).items() if name not in trainable}
+
+
+def all_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a network by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def fixed_hashes(model: nn.Module) -> dict[str, str]:
@@ -171,7 +176,7 @@ def _about_the_center(model: nn.Module, prior: Prior) -> Iterator[str]:
     changed = [name for name in frozen_at_first if hash_of(values[name]) != prior.fixed[name]]
     if changed:
         yield f"the centre of `{min(changed)}`, which was frozen at first, is not the weight that training began with"
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = all_tensors(model)
     known = [name for name, x in own.items() if name in values and x.numel()]
     shared = [name for name in known if own[name].data_ptr() == values[name].data_ptr()]
     if shared:

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ from lightning_taskinfo._nested import joined, joined_targets, moved, sample_cou
 from lightning_taskinfo._ranges import check_finite
 from lightning_taskinfo.functional.tail_bounds import binomial_log_tail, binomial_upper_bound
 
-Samples: TypeAlias = tuple[Any, Tensor]
-Data: TypeAlias = Samples | Dataset[Any] | DataLoader[Any]
+Samples = tuple[Any, Tensor]
+Data = Samples | Dataset[Any] | DataLoader[Any]
 BATCH = 256  # samples that are collated at a time
 WHOLE = (SequentialSampler, RandomSampler, DistributedSampler)  # samplers that leave nothing out
 UNLIKELY = 1e-3  # more equal inputs than this chance explains are no chance
@@ -146,7 +146,7 @@ def _batches_of(data: Any, argument: str) -> list[Any]:
     whole = isinstance(loader.dataset, IterableDataset) or type(sampler) in WHOLE
     if isinstance(sampler, WeightedRandomSampler):
         whole = bool((sampler.weights > 0).all())
-    own: Any = sampler if not whole else loader.batch_sampler
+    own = sampler if not whole else loader.batch_sampler
     if not whole or type(own) not in (BatchSampler, NoneType):
         raise ValueError(
             f"`{argument}` must be a loader of all samples of its dataset, got one with {type(own).__name__}, which "

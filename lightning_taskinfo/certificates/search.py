@@ -7,18 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_taskinfo._calls import outputs_of
+from lightning_taskinfo._nested import pick
 from lightning_taskinfo._observe import trainable_parameters
 from lightning_taskinfo._progress import Progress, counted
 from lightning_taskinfo._ranges import check_choice
 from lightning_taskinfo.certificates.certificate import Candidate
 from lightning_taskinfo.certificates.prior import Prior
-from lightning_taskinfo.certificates.subject import Subject, pick
+from lightning_taskinfo.certificates.subject import Subject
 from lightning_taskinfo.distributions import (
     IsotropicGaussian,
     WeightGaussian,
@@ -31,8 +32,8 @@ from lightning_taskinfo.fisher import fisher_diagonal, kronecker_factors
 from lightning_taskinfo.functional import pac_bayes
 from lightning_taskinfo.functional.information import terms_by_group
 
-Structure: TypeAlias = Literal["isotropic", "diagonal", "neuron", "kron"]
-Structures: TypeAlias = Structure | Literal["auto"] | Sequence[Structure]
+Structure = Literal["isotropic", "diagonal", "neuron", "kron"]
+Structures = Structure | Literal["auto"] | Sequence[Structure]
 WIDEST = 2048  # inputs of a layer up to which "auto" tries matrices of them
 BETAS = tuple(10 ** (j / 2) for j in range(-4, 9))  # 0.01 … 10⁴
 CURVATURE_SAMPLES = 10_000  # that the curvature is estimated from
@@ -104,12 +105,12 @@ def curvatures_of(
     inputs, targets = pick((subject.inputs, subject.targets), index, subject.device)
     if subject.error == "class" or subject.loss_fn is not None:
         targets = None  # those of sequences say where there is padding
-    sampled: dict[str, Any] = {
+    sampled = {
         "labels": "sampled",
         "generator": g,
         "forward_fn": partial(outputs_of, forward_fn=subject.forward_fn),
     }
-    found: dict[str, Curvature] = {}
+    found = {}
     if {"isotropic", "diagonal"} & {*structures}:
         fisher = fisher_diagonal(model, inputs, targets, **sampled)
         diagonal = {name: n * h for name, h in fisher.items()}

@@ -5,13 +5,13 @@ An error, and a disagreement, is one class per sample, or one per token of a seq
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._calls import outputs_of
-from lightning_taskinfo._nested import IGNORED, split, take
+from lightning_taskinfo._nested import IGNORED, pick, split, take
 from lightning_taskinfo._observe import HALVES, at_least_float32, trainable_parameters
 from lightning_taskinfo._ranges import check_choice
 from lightning_taskinfo.certificates.samples import Samples
@@ -19,9 +19,9 @@ from lightning_taskinfo.distributions import WeightGaussian
 from lightning_taskinfo.fisher.measure import Forward
 from lightning_taskinfo.variational import noisy_weights
 
-Index: TypeAlias = Tensor | slice
-Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-ErrorKind: TypeAlias = Literal["class", "token", "sequence"]
+Index = Tensor | slice
+Loss = Callable[[Tensor, Tensor], Tensor]
+ErrorKind = Literal["class", "token", "sequence"]
 CHUNK = 1024  # samples that go through the network at a time
 
 
@@ -113,16 +113,6 @@ class Subject:
             index = torch.randint(self.n, (size,), generator=self.generator, device=self.device)
         with post.with_weights(self.model, self.generator):
             return self.losses(index)
-
-
-def pick(values: Any, index: Index, device: torch.device | None = None) -> Any:
-    """Return some of many samples, on a device."""
-
-    def some(x: Tensor) -> Tensor:
-        rows = index.to(x.device) if isinstance(index, Tensor) else index
-        return x[rows].to(device=device)
-
-    return take(values, some)
 
 
 def predictions(outputs: Tensor) -> Tensor:

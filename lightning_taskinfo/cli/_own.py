@@ -1,9 +1,9 @@
 """What commands share: the networks, data and weights that users bring, tasks by name, and what is written."""
 
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,10 +14,10 @@ from lightning_taskinfo._lightning import NAMESPACES
 from lightning_taskinfo._ranges import check_finite_tensors
 from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.certificates.samples import read_pair
-from lightning_taskinfo.cli._parser import add_arguments, find, is_import_path
+from lightning_taskinfo.cli._parser import Maker, add_arguments, find, is_import_path
 from lightning_taskinfo.data import load_task
 from lightning_taskinfo.tasks import PreparedTask, prepare_task
-from lightning_taskinfo.transfer.sampling import seeded
+from lightning_taskinfo.transfer.sampling import Loader, check_hooks, seeded
 
 
 class Network:
@@ -31,13 +31,12 @@ class Network:
         arguments: What to call it with; classes in them are still specifications.
     """
 
-    def __init__(self, maker: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    def __init__(self, maker: Maker, arguments: Mapping[str, Any]) -> None:
         self.maker = maker
         self.arguments = dict(arguments)
 
     def __call__(self) -> nn.Module:
-        model: nn.Module = made(nn.Module, self.maker, self.arguments, "model")
-        return model
+        return made(nn.Module, self.maker, self.arguments, "model")
 
 
 class DataModule(ABC):  # noqa: B024 - those of both namespaces are registered below
@@ -47,16 +46,14 @@ class DataModule(ABC):  # noqa: B024 - those of both namespaces are registered b
 for _namespace in NAMESPACES.values():
     DataModule.register(_namespace.LightningDataModule)
 
-Data: TypeAlias = DataModule | str
-Spec: TypeAlias = (
-    dict[str, Any] | str
-)  # a data module by class_path and init_args, or what Data may be
-Tasks: TypeAlias = list[Spec] | dict[str, Spec] | str
-Part: TypeAlias = Literal["train", "val", "test", "predict"]
+Data = DataModule | str
+Spec = dict[str, Any] | str  # a data module by class_path and init_args, or what Data may be
+Tasks = list[Spec] | dict[str, Spec] | str
+Part = Literal["train", "val", "test", "predict"]
 STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
 
 
-def made(kind: type, maker: Callable[..., Any], arguments: Mapping[str, Any], argument: str) -> Any:
+def made(kind: type, maker: Maker, arguments: Mapping[str, Any], argument: str) -> Any:
     """Call a user's class or function, with classes among its arguments made first.
 
     Args:
@@ -87,12 +84,12 @@ def made(kind: type, maker: Callable[..., Any], arguments: Mapping[str, Any], ar
     return found
 
 
-def path_of(maker: Callable[..., Any]) -> str:
+def path_of(maker: Maker) -> str:
     """Return the import path of a class or function."""
     return f"{maker.__module__}.{maker.__qualname__}"
 
 
-def read_part(data: Data, part: Part) -> DataLoader[Any]:
+def read_part(data: Data, part: Part) -> Loader:
     """Return the loader of a part of the data.
 
     Args:
@@ -109,23 +106,9 @@ def read_part(data: Data, part: Part) -> DataLoader[Any]:
     return DataLoader(getattr(load_task(data), part)(), batch_size=256)
 
 
-def has_part(data: Any, part: Part) -> bool:
-    """Whether a data module has a loader of its own for a part."""
-    return _overrides(data, f"{part}_dataloader")
-
-
-def _overrides(data: Any, name: str) -> bool:
-    method = getattr(type(data), name, None)
-    return method is not None and not method.__module__.startswith(tuple(NAMESPACES))
-
-
-def _loader(data: Any, part: Part) -> DataLoader[Any]:
+def _loader(data: Any, part: Part) -> Loader:
     kind = type(data).__name__
-    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-        if _overrides(data, hook):  # of which nobody but a Trainer asks
-            raise ValueError(
-                f"`data` must leave {hook} to the module or to the dataset, got {kind}."
-            )
+    check_hooks(data)
     rule = f"`data` must have a {part}_dataloader"
     try:
         with seeded(0):  # or parts that are split at random would overlap
@@ -195,8 +178,7 @@ def _data(spec: Spec) -> Data:
             return spec
         spec = {"class_path": spec}
     maker = find(str(spec.get("class_path")), "tasks")
-    data: DataModule = made(DataModule, maker, spec.get("init_args", {}), "tasks")
-    return data
+    return made(DataModule, maker, spec.get("init_args", {}), "tasks")
 
 
 def prepared(
@@ -223,7 +205,7 @@ def prepared(
     return found
 
 
-def draw(path: Path, drawn: tuple[Any, Any]) -> None:
+def draw(path: Path, drawn: Sequence[Any]) -> None:
     """Write the figure of ``(figure, axes)``, whose format is the suffix of the file."""
     with atomic_write(path) as file:
         drawn[0].savefig(file, format=path.suffix[1:], dpi=150)

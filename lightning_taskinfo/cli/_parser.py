@@ -16,6 +16,7 @@ from lightning_taskinfo.cli import COMMANDS
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
+Maker = Callable[..., Any]  # of an object: a class or a function
 HELP = """\
 usage: taskinfo COMMAND [OPTION] …
 
@@ -46,8 +47,7 @@ def load_command(name: str) -> Callable[..., str]:
     """Import a command of :data:`COMMANDS`."""
     module, _ = COMMANDS[name]
     imported = import_module(f"lightning_taskinfo.cli.{module}")
-    command: Callable[..., str] = getattr(imported, name.replace("-", "_"))
-    return command
+    return getattr(imported, name.replace("-", "_"))
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def parse(parser: "ArgumentParser", command: Callable[..., str], words: Sequence
     if "model" in makers and "checkpoint" in given:
         parser.set_defaults(_kept(makers["model"], given["checkpoint"]))
     config = parser.parse_args(rest)
-    own: dict[str, Any] = {}
+    own = {}
     for name, maker in makers.items():
         arguments = config.pop(name, None)
         own[name] = Network(maker, arguments.as_dict() if arguments else {})
@@ -123,7 +123,7 @@ def _picked(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return vars(given), rest
 
 
-def add_arguments(parser: Any, maker: Callable[..., Any], key: str) -> None:
+def add_arguments(parser: Any, maker: Maker, key: str) -> None:
     """Add the arguments of a class or function as options ``--key.argument``."""
     is_class = inspect.isclass(maker)
     add = parser.add_class_arguments if is_class else parser.add_function_arguments
@@ -140,7 +140,7 @@ def is_import_path(text: str) -> bool:
     return find_spec(parts[0]) is not None
 
 
-def find(path: str, argument: str) -> Callable[..., Any]:
+def find(path: str, argument: str) -> Maker:
     """Return the class or function that an import path names."""
     rule = f"`{argument}` must be the import path of a class or function, got {path!r}"
     module, _, name = path.rpartition(".")
@@ -154,7 +154,7 @@ def find(path: str, argument: str) -> Callable[..., Any]:
     return found
 
 
-def _kept(maker: Callable[..., Any], checkpoint: str) -> dict[str, Any]:
+def _kept(maker: Maker, checkpoint: str) -> dict[str, Any]:
     """Return the arguments of a network that Lightning kept in its checkpoint."""
     from lightning_taskinfo._files import read_checkpoint
 

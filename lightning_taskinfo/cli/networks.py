@@ -15,20 +15,13 @@ from lightning_taskinfo._files import write_json
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.certificates import certify as certify_network
-from lightning_taskinfo.cli._own import (
-    Data,
-    Network,
-    Part,
-    draw,
-    path_of,
-    read_part,
-    started,
-)
+from lightning_taskinfo.cli._own import Data, Network, Part, draw, path_of, read_part, started
 from lightning_taskinfo.cli._parser import find, is_import_path
 from lightning_taskinfo.data import load_task
 from lightning_taskinfo.plotting import check_picture
 from lightning_taskinfo.transfer import TransferDataModule, group_name, log_to_wandb, rank_starts
 from lightning_taskinfo.transfer import transfer as run_transfer
+from lightning_taskinfo.transfer.sampling import Loader
 
 SCRATCH = "scratch"
 
@@ -164,7 +157,7 @@ def rank(
     return f"{ranking}\n{out}"
 
 
-def _drawn(loader: DataLoader[Any], labels: int, seed: int) -> DataLoader[Any]:
+def _drawn(loader: Loader, labels: int, seed: int) -> Loader:
     check_counts(labels=labels)
     samples: Any = loader.dataset
     if isinstance(samples, IterableDataset):

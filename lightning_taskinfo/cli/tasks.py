@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from lightning_taskinfo.cli._own import (
     Network,
     Tasks,
     draw,
-    has_part,
     named_tasks,
     prepared,
     read_part,
@@ -40,6 +40,7 @@ from lightning_taskinfo.tasks import (
 )
 from lightning_taskinfo.tasks.deep_linear import Mode
 from lightning_taskinfo.tasks.embedding import embedding_rows
+from lightning_taskinfo.transfer.sampling import overrides
 
 TWO = ("digits", "digits:random-labels")
 COLUMNS = {  # of the table of embeddings, and their format
@@ -106,7 +107,7 @@ def complexity(
     return "\n".join([*tables, files])
 
 
-def _written(folder: Path, name: str, drawn: tuple[Any, Any], numbers: Any) -> str:
+def _written(folder: Path, name: str, drawn: Sequence[Any], numbers: Any) -> str:
     """Write figure and numbers, and return where they are."""
     picture = folder / f"{name}.png"
     draw(picture, drawn)
@@ -245,7 +246,7 @@ def _both_parts(data: Data, seed: int) -> dict[str, Any]:
     """Return training and test samples of a task."""
     if isinstance(data, str):
         return {"data": load_task(data, seed=seed)}
-    test = read_part(data, "test") if has_part(data, "test") else None
+    test = read_part(data, "test") if overrides(data, "test_dataloader") else None
     return {"data": read_part(data, "train"), "test": test}
 
 
@@ -279,7 +280,6 @@ def phase_diagram(
     gamma = torch.tensor(gammas, dtype=torch.float64)
     gains = transferability(mode, theta[:, None], gamma, sigma, depth=depth)
     drawn = plot_phase_map(mode, sigma, depth=depth, max_gamma=max(gammas))
-    out.parent.mkdir(parents=True, exist_ok=True)
     draw(out, drawn)
     rows = []
     for angle, row in zip(theta.rad2deg().tolist(), gains.tolist(), strict=True):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from lightning_taskinfo._files import StrPath, atomic_write
 from lightning_taskinfo._warn import warn
 
-Images: TypeAlias = NDArray[np.uint8]
-Labels: TypeAlias = NDArray[np.int64]
+Images = NDArray[np.uint8]
+Labels = NDArray[np.int64]
 
 # Of images whose channels may be at the end: grey, colour, colour with opacity.
 CHANNELS = (1, 3, 4)
@@ -231,6 +231,6 @@ def save_npz(path: StrPath, data: ArrayData) -> None:
     """
     # What may be missing goes first: damage that cuts the list of arrays short is then seen by the
     # reader.
-    arrays: dict[str, Any] = {key: getattr(data, key) for key in ("name", "num_classes", *KEYS)}
+    arrays = {key: getattr(data, key) for key in ("name", "num_classes", *KEYS)}
     with atomic_write(path) as file:
         np.savez(file, **arrays)

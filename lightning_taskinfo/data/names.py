@@ -81,7 +81,6 @@ def cached(name: str, build: Callable[[], ArrayData]) -> ArrayData:
     except (OSError, ValueError):  # not there, not readable, or broken by something else
         data = build()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         save_npz(path, data)
     except OSError as error:
         warn(f"The data is not cached: {error}")
@@ -119,7 +118,7 @@ def load_task(
         return parts[0]
     # The classes of each dataset come after those of the ones before it.
     first = np.cumsum([0, *(part.num_classes for part in parts)])
-    arrays: dict[str, Any] = {}
+    arrays = {}
     for split in ("train", "test"):
         labels = [getattr(part, f"y_{split}") + n for part, n in zip(parts, first, strict=False)]
         arrays[f"x_{split}"] = np.concatenate([getattr(part, f"x_{split}") for part in parts])
@@ -186,7 +185,7 @@ def vary(data: ArrayData, variant: str, *, seed: int = 0) -> ArrayData:
         )
         return replace(data, y_train=train, y_test=test, name=name)
     table = _new_classes(variant, data.num_classes)
-    arrays: dict[str, Any] = {}
+    arrays = {}
     for split in ("train", "test"):
         y = table[getattr(data, f"y_{split}")]
         arrays[f"x_{split}"] = getattr(data, f"x_{split}")[y >= 0]

@@ -14,14 +14,14 @@ A risk in :math:`\gamma` is the limit :math:`n, d \to \infty` at fixed :math:`\g
 """
 
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_taskinfo._ranges import check_counts, checked_tensors
 
-Number: TypeAlias = Tensor | float
+Number = Tensor | float
 RULES = {
     "theta": "in [0, pi]",
     "gamma": "positive",

@@ -7,13 +7,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from torch import Tensor
 
 from lightning_taskinfo._ranges import check_counts, check_probability
 
-Ends: TypeAlias = tuple[float, float]
+Ends = tuple[float, float]
 EVERYTHING = (-math.inf, math.inf)
 
 

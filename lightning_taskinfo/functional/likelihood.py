@@ -14,7 +14,7 @@ scores* :math:`s`: whosever labels are meant, it is a sum over scores of
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Generator, Tensor
@@ -24,7 +24,7 @@ from lightning_taskinfo._ranges import check_positive, check_values
 from lightning_taskinfo._warn import warn
 
 MOVE = "move the classes to the last axis, in `forward_fn`: `model(inputs).movedim(1, -1)`."
-Labels: TypeAlias = Literal["sampled", "exact", "empirical"]
+Labels = Literal["sampled", "exact", "empirical"]
 
 
 class Likelihood(Protocol):

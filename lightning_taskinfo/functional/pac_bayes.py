@@ -15,7 +15,7 @@ data, so it certifies nothing.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.special import xlog1py, xlogy
 
 from lightning_taskinfo._ranges import check_positive, check_values, checked_tensors
 
-Number: TypeAlias = float | Tensor
+Number = float | Tensor
 RULES = {
     "risk": "in [0, 1]",
     "q": "in [0, 1]",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ class WeightSchedule:
         return self.weight * math.exp(-5 * (1 - T) ** 2)
 
 
-Weight: TypeAlias = float | WeightSchedule
+Weight = float | WeightSchedule
 
 
 class Regularizer(nn.Module):

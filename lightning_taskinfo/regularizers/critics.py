@@ -4,16 +4,16 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._random import own_randomness
-from lightning_taskinfo._ranges import check_counts, check_finite, check_positive
+from lightning_taskinfo._ranges import check_counts, check_finite, check_positive, check_values
 from lightning_taskinfo.functional.discrepancy import jensen_shannon, smile
 
-Shape: TypeAlias = Sequence[int]
+Shape = Sequence[int]
 CLIP = 5.0  # of SMILE
 SAMPLES = 40  # the fewest to train, pick and read on
 
@@ -72,7 +72,7 @@ def tower(
         >>> tower((1, 28, 28), hidden=64, out=8)(zeros(2, 1, 28, 28)).shape
         torch.Size([2, 8])
     """
-    layers: list[nn.Module] = []
+    layers = []
     size = math.prod(shape)
     if len(shape) == 3:
         channels, *sides = shape
@@ -153,8 +153,7 @@ def estimate_mutual_information(
         True
     """
     check_counts(steps=steps)
-    if batch_size < 2:
-        raise ValueError(f"`batch_size` must be at least 2, got {batch_size}.")
+    check_values("at least 2", batch_size=batch_size)
     check_positive(learning_rate=learning_rate)
     N = len(inputs)
     if N < SAMPLES or len(features) != N:

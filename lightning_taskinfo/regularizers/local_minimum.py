@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._nested import split, tensors
+from lightning_taskinfo._nested import sample_count, split
 from lightning_taskinfo._observe import ParamDict, holding, trainable_parameters
 from lightning_taskinfo._random import keep_random_states
 from lightning_taskinfo._ranges import check_counts, check_positive
@@ -19,8 +19,8 @@ from lightning_taskinfo.regularizers._base import (
 )
 from lightning_taskinfo.variational import repeatable_noise
 
-Loss: TypeAlias = Callable[[Any], Tensor]
-Parameters: TypeAlias = dict[str, nn.Parameter]
+Loss = Callable[[Any], Tensor]
+Parameters = dict[str, nn.Parameter]
 
 
 class LocalMinimumRegularizer(Regularizer):
@@ -176,12 +176,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
         >>> [part["x"].tolist() for part in split_batch({"x": torch.arange(5)}, 2)]
         [[0, 1], [2, 3]]
     """
-    lengths = {len(x) for x in tensors(batch)}
-    if len(lengths) != 1:
-        raise ValueError(
-            f"`batch` must hold tensors with one number of samples, got {sorted(lengths)}."
-        )
-    (count,) = lengths
+    count = sample_count(batch, "batch")
     if count < parts:
         raise ValueError(
             f"`batch` must hold at least `parts` = {parts} samples, got {count}; leave out the last, incomplete batch "

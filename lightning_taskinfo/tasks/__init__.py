@@ -6,16 +6,9 @@ from lightning_taskinfo.tasks.complexity import (
     plot_structure_functions,
     structure_function,
 )
-from lightning_taskinfo.tasks.deep_linear import (
-    plot_phase_map,
-    transferability,
-)
+from lightning_taskinfo.tasks.deep_linear import plot_phase_map, transferability
 from lightning_taskinfo.tasks.distance import DistanceMatrix, task_distance
-from lightning_taskinfo.tasks.embedding import (
-    TaskEmbedding,
-    embedding_distances,
-    plot_task_map,
-)
+from lightning_taskinfo.tasks.embedding import TaskEmbedding, embedding_distances, plot_task_map
 from lightning_taskinfo.tasks.ready import (
     PreparedTask,
     ReferenceNetwork,

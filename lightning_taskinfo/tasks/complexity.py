@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,22 +16,13 @@ from lightning_taskinfo._ranges import check_not_negative, check_positive, check
 from lightning_taskinfo._tables import Cells, Logged
 from lightning_taskinfo.certificates.samples import Data
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood, as_likelihood
-from lightning_taskinfo.tasks.training import (
-    Fit,
-    ModelFn,
-    Training,
-    build,
-    read_task,
-)
+from lightning_taskinfo.plotting import Panels
+from lightning_taskinfo.tasks.training import Fit, ModelFn, Training, build, read_task
 from lightning_taskinfo.variational import add_weight_noise, noisy_weights, sampling, weight_kl
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 BETAS = tuple(10 ** (2 - j / 2) for j in range(10))  # 100 … 0.003
 START = 0.3  # noise to begin with, as a share of the prior's: the full one shakes the means off their place
-Point: TypeAlias = tuple[float, float, float]  # information, loss, and its standard error
+Point = tuple[float, float, float]  # information, loss, and its standard error
 KEPT = "sweep.pt"  # the points so far, the pre-distribution's first, and the network
 
 
@@ -199,7 +190,7 @@ class StructureFunction(Logged):
             "critical_beta": self.critical_beta(),
         }
 
-    def plot(self) -> tuple["Figure", tuple["Axes", "Axes"]]:
+    def plot(self) -> Panels:
         """Draw loss against β and the structure function, see ``plot_structure_functions``."""
         return plot_structure_functions([self])
 
@@ -217,7 +208,7 @@ class StructureFunction(Logged):
 
 def plot_structure_functions(
     curves: Sequence[StructureFunction],
-) -> tuple["Figure", tuple["Axes", "Axes"]]:
+) -> Panels:
     r"""Draw the loss against :math:`\beta`, and against the information in the weights; one colour a task.
 
     On the left the loss of noisy weights per sample, the entropy of the labels dashed and :math:`\beta^*` dotted; on

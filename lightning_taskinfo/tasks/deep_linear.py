@@ -1,7 +1,7 @@
 """Where transfer helps a deep linear network, and where it hurts: the phase diagram of the closed forms."""
 
 import math
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from lightning_taskinfo._ranges import check_choice
 from lightning_taskinfo.functional import deep_linear
 from lightning_taskinfo.plotting import Drawn, Given, figure_and_axes
 
-Mode: TypeAlias = Literal["linear", "fine_tune"]
+Mode = Literal["linear", "fine_tune"]
 TITLES = {"linear": "linear transfer", "fine_tune": "fine-tuning"}
 
 

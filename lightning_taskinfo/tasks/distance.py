@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, count, permutations, product
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,10 +42,10 @@ from lightning_taskinfo.tasks.training import (
     read_task,
 )
 
-HeadFn: TypeAlias = Callable[[int, int], nn.Module]
-Numbers: TypeAlias = dict[str, float]
-Array: TypeAlias = np.ndarray[Any, Any]
-Pair: TypeAlias = tuple[Tensor, Tensor]
+HeadFn = Callable[[int, int], nn.Module]
+Numbers = dict[str, float]
+Array = np.ndarray[Any, Any]
+Pair = tuple[Tensor, Tensor]
 IMPOSSIBLE = -1e4  # the logit of a class that a task does not have: its probability is exactly 0
 
 
@@ -135,12 +135,8 @@ class DistanceMatrix(Logged):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON; an error that a single seed cannot give is ``None``."""
-        error = self.standard_error if len(self.seeds) > 1 else None
-        values = {**vars(self), "mean": self.mean, "standard_error": error}
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = value.tolist()
-        return values
+        error = self.standard_error.tolist() if len(self.seeds) > 1 else None
+        return {**super().to_dict(), "mean": self.mean.tolist(), "standard_error": error}
 
     def plot(self, ax: Given = None) -> Drawn:
         """Draw the mean distances as colours with numbers and standard errors.
@@ -359,7 +355,7 @@ def task_distance(
         made = {"beta": beta, "prior_std": prior_std, "order": [*tasks], "tasks": known}
         claim_folder(folder, made, results=["seed-*.json"])
     sizes = [len(targets) for _, targets in data]
-    wanted: set[tuple[int, ...]] = set()
+    wanted = set()
     for i, j in product(range(len(data)), repeat=2):
         wanted |= {(i,), _trained(i, j, sizes)}
     jobs = {}
@@ -447,7 +443,7 @@ def solve(union: Union) -> Numbers:
     return kl
 
 
-def _read(name: str, task: Data, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
+def _read(name: str, task: Data, likelihood: Likelihood) -> Pair:
     """Return inputs and targets of a task."""
     inputs, targets = read_task(task, likelihood, argument=f"tasks[{name!r}]")
     found = targets.unique()

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_taskinfo._tables import Cells, Logged
-from lightning_taskinfo.functional.task_embedding import (
-    classical_scaling,
-    embedding_distance,
-)
+from lightning_taskinfo.functional.task_embedding import classical_scaling, embedding_distance
 from lightning_taskinfo.plotting import Drawn, Given, figure_and_axes, plot_bars
 
 
@@ -90,10 +87,6 @@ class TaskEmbedding(Logged):
     def _scalars(self) -> dict[str, float]:
         return {"norm": self.norm, "test_error": self.test_error}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {**vars(self), "vector": self.vector.tolist()}
-
 
 def embedding_distances(embeddings: Sequence[TaskEmbedding]) -> Tensor:
     r"""Symmetric distances between all tasks, shape ``[K, K]``.
@@ -170,7 +163,7 @@ def embedding_rows(embeddings: Sequence[TaskEmbedding]) -> list[dict[str, Any]]:
     distances = embedding_distances(embeddings).fill_diagonal_(math.inf)
     rows = []
     for embedding, from_each in zip(embeddings, distances, strict=True):
-        row: dict[str, Any] = {
+        row = {
             "task": embedding.name,
             "classes": embedding.num_classes,
             "norm": embedding.norm,

@@ -9,6 +9,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from lightning_taskinfo._files import StrPath, read_tensors, write_tensors
+from lightning_taskinfo._parallel import on_one_thread
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._warn import warn
@@ -212,9 +213,8 @@ def reference_network(*, epochs: int = 4, seed: int = 0) -> ReferenceNetwork:
         network.load_state_dict(read_tensors(path))
     except (OSError, ValueError, TypeError, RuntimeError):
         # Not there, damaged, or of another shape.
-        _train(network, epochs, seed)
+        on_one_thread(_train, network, epochs, seed)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_tensors(path, network.state_dict())
         except OSError as error:
             warn(f"The reference network is not cached: {error}")
@@ -231,19 +231,14 @@ def _train(network: ReferenceNetwork, epochs: int, seed: int) -> None:
         else:
             nn.init.zeros_(parameter)
     optimizer = torch.optim.Adam(network.parameters(), lr=2e-3)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums are split over threads, so their number shows in the last bits
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            for _ in range(epochs):
-                order = torch.randperm(len(images), generator=generator)
-                for batch in order.split(64):
-                    optimizer.zero_grad()
-                    loss = cross_entropy(network(images[batch]), labels[batch])
-                    loss.backward()
-                    optimizer.step()
-    finally:
-        torch.set_num_threads(threads)
+    with torch.inference_mode(False), torch.enable_grad():
+        for _ in range(epochs):
+            order = torch.randperm(len(images), generator=generator)
+            for batch in order.split(64):
+                optimizer.zero_grad()
+                loss = cross_entropy(network(images[batch]), labels[batch])
+                loss.backward()
+                optimizer.step()
 
 
 def _images_of_all_classes() -> tuple[Tensor, Tensor]:

@@ -13,11 +13,10 @@ from lightning_taskinfo._files import digest
 from lightning_taskinfo._nested import (
     IGNORED,
     described,
-    first_samples,
     moved,
+    pick,
     sample_count,
     split,
-    take,
 )
 from lightning_taskinfo._observe import observing
 from lightning_taskinfo._ranges import check_counts, check_positive
@@ -142,11 +141,13 @@ class Task2Vec:
         inputs, labels = self._read(data, "data")
         if not name:
             raise ValueError("`name` must be given for data without a name of its own.")
-        classes, targets = _classes(labels)
+        classes, targets = labels.unique(return_inverse=True)  # [C], [N]
+        if len(classes) < 2:
+            raise ValueError(f"`data` must hold at least two classes, got {len(classes)}.")
         tested = None if test is None else self._read(test, "test")
         self._fit(inputs, targets)
         picked = self._pick(len(labels))
-        means = self._fisher(take(inputs, lambda x: x[picked.to(x.device)]))
+        means = self._fisher(pick(inputs, picked))
         error = math.nan
         if tested is not None:
             error = self._error(*tested, classes)
@@ -180,8 +181,7 @@ class Task2Vec:
         if not counted.any():
             raise ValueError(f"`{argument}` must hold a label that counts, got none.")
         if not counted.all():
-            labels = labels[counted]
-            inputs = take(inputs, lambda x: x[counted.to(x.device)])
+            inputs, labels = pick((inputs, labels), counted)
         return inputs, labels
 
     def _outputs(self, inputs: Any) -> Tensor:
@@ -191,7 +191,7 @@ class Task2Vec:
 
     def _features(self, inputs: Any) -> Tensor:
         """Return what the head gets as input, ``[N, D]``, in float64 on the CPU."""
-        seen: list[Any] = []
+        seen = []
         head = self.network.get_submodule(self.head)
         handle = head.register_forward_pre_hook(lambda _, args: seen.extend(args))
         with observing(self.network), torch.no_grad(), handle:
@@ -214,7 +214,7 @@ class Task2Vec:
         like = next(self.network.parameters())
         head = fitted.to(like).eval().requires_grad_(False)
         self.network.set_submodule(self.head, head)
-        some, _ = first_samples(inputs, None, 8)
+        some = pick(inputs, slice(8))
         try:
             with torch.no_grad():
                 expected = head(features[:8].to(like)).softmax(-1)
@@ -270,11 +270,3 @@ def _weights(network: nn.Module, head: str) -> list[str]:
             f"`network` must have a weight with filters beside its head {head!r}, got none."
         )
     return found
-
-
-def _classes(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the classes that occur, ``[C]``, and each sample's place among them, ``[N]``."""
-    classes, targets = labels.unique(return_inverse=True)
-    if len(classes) < 2:
-        raise ValueError(f"`data` must hold at least two classes, got {len(classes)}.")
-    return classes, targets

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import islice, product
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
 from lightning_taskinfo._calls import NoLogitsError
 from lightning_taskinfo._files import digest
-from lightning_taskinfo._nested import first_samples, take, tensors
+from lightning_taskinfo._nested import pick, tensors
 from lightning_taskinfo._observe import observing, trainable_parameters, weights_now
 from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts, check_not_negative, check_positive
@@ -26,7 +26,7 @@ from lightning_taskinfo.certificates.samples import Data, read_pair
 from lightning_taskinfo.functional.likelihood import Categorical, Likelihood
 from lightning_taskinfo.variational import noisy_weights, sampling
 
-ModelFn: TypeAlias = Callable[[], nn.Module]
+ModelFn = Callable[[], nn.Module]
 CHUNK = 4096  # samples that go through the network at a time where nothing is trained
 
 
@@ -96,7 +96,7 @@ def first_answers(
     run: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return what a network makes of two samples; a ``ValueError`` about the argument where it does not take them."""
-    few, _ = first_samples(inputs, None, 2)
+    few = pick(inputs, slice(2))
     try:
         with observing(model), torch.no_grad():
             return (run or model)(few)
@@ -129,7 +129,7 @@ class Fit:
 
     def losses(self, index: Tensor | slice) -> Tensor:
         """Return the negative log-likelihood of the picked samples in nats, shape ``[B]``."""
-        outputs = self.model(take(self.inputs, lambda x: x[index]))
+        outputs = self.model(pick(self.inputs, index))
         return -self.likelihood.log_prob(outputs, self.targets[index])
 
     def check(self, argument: str = "data") -> Tensor:

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 from lightning_taskinfo._batches import BatchFn, read_batch, read_by
 from lightning_taskinfo._calls import Call, Forward, NoLogitsError, call_on
 from lightning_taskinfo._fields import is_labeled
-from lightning_taskinfo._nested import IGNORED, joined, moved, sample_count, take, tensors
+from lightning_taskinfo._nested import IGNORED, joined, moved, pick, sample_count, tensors
 from lightning_taskinfo._observe import observing
-from lightning_taskinfo._ranges import check_finite
+from lightning_taskinfo._ranges import check_finite, check_values
 from lightning_taskinfo._tables import Cells, Tabled
 from lightning_taskinfo._warn import first_line, warn
 from lightning_taskinfo.callbacks.report import spread
@@ -27,7 +26,7 @@ REACH = 10  # times the measured numbers of labels, to which a learning curve is
 LARGEST_SHARE = 4.0  # that of always being sure of the wrong one of two classes; more is no share
 MAX_FEATURES = 1024  # of a layer, after pooling
 CHUNK = 32  # samples of a forward pass
-Data: TypeAlias = Iterable[Any] | Mapping[str, Any]
+Data = Iterable[Any] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ def read_labelled(data: Any, batch_fn: BatchFn | None, folds: int) -> Labelled:
         labels = labels.detach().cpu()
         if not labels.is_floating_point():
             labelled = (labels != IGNORED).nonzero().flatten()
-            inputs, labels = take((inputs, labels), itemgetter(labelled))
+            inputs, labels = pick((inputs, labels), labelled)
         if len(labels):
             given.append(inputs)
             targets.append(labels)
@@ -229,8 +228,7 @@ def _columns(labels: Tensor, folds: int) -> Tensor:
         _, classes = labels.unique(return_inverse=True)
         columns = nn.functional.one_hot(classes).double()
     n = len(columns)
-    if folds < 2:
-        raise ValueError(f"`folds` must be at least 2, got {folds}.")
+    check_values("at least 2", folds=folds)
     if n < 4 * folds:
         raise ValueError(
             f"`data` must have at least {4 * folds} samples, 4 for each of {folds} folds, got {n}."
@@ -260,11 +258,11 @@ class ObservedNetwork:
     """
 
     def __init__(self, model: nn.Module, inputs: Any, forward_fn: Forward | None) -> None:
-        few = take(inputs, itemgetter(slice(2)))
+        few = pick(inputs, slice(2))
         self.model = model
         self.modules = dict(model.named_modules())
         self.forward = forward_fn or _way_to_call(model, few)
-        calls: dict[str, Any] = {}
+        calls = {}
 
         def note(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
             calls[name] = None if name in calls else output
@@ -333,7 +331,7 @@ class ObservedNetwork:
         if not layers:
             raise ValueError("`layers` must name at least one module, got none.")
         n = len(samples.labels)
-        found: dict[str, Tensor] = {}  # a tensor a layer: small ones between large ones hold memory
+        found = {}  # a tensor a layer: small ones between large ones hold memory
         logits = []
         place = slice(0)  # of one pass, as its inputs
         inputs = None
@@ -349,7 +347,7 @@ class ObservedNetwork:
         with self._watched({*layers}, keep):
             for begin in range(0, n, CHUNK):
                 place = slice(begin, begin + CHUNK)
-                inputs = take(samples.inputs, itemgetter(place))
+                inputs = pick(samples.inputs, place)
                 output = self.run(self.model, inputs)
                 if self.head is not None and output.ndim == 2:
                     logits.append(output.double().cpu())
@@ -366,7 +364,7 @@ class ObservedNetwork:
         and so are modules whose output the next one hands on, and those that run before all
         weights.
         """
-        usable: dict[str, Tensor] = {}
+        usable = {}
         begun = False  # what runs before the first weights shows the inputs, not the network
         for name, output in self.seen.items():
             begun = begun or self._weights(name) > 0

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_taskinfo._tables import text_table
 from lightning_taskinfo.certificates.certificate import percent
+from lightning_taskinfo.plotting import Panels, plot_intervals
 
 if TYPE_CHECKING:
-    from lightning_taskinfo.plotting import Axes, Figure
     from lightning_taskinfo.transfer.report import Comparison, Measure, Result, TransferReport
 
 PROOFS = {"stochastic": "randomised", "network": "the network itself", "test_set": "by test labels"}
@@ -230,14 +230,12 @@ def to_terminal(report: "TransferReport") -> str:
 CAPTION = "Results on the target test set, by method and number of target labels"
 
 
-def plot_results(report: "TransferReport") -> tuple["Figure", list["Axes"]]:
+def plot_results(report: "TransferReport") -> Panels:
     """Draw the target test accuracy, or the metric, of every method: mean and interval, one panel a number of labels.
 
     Short strokes are the seeds; a dotted line continues the mean of training from scratch.
     """
     from matplotlib.figure import Figure
-
-    from lightning_taskinfo.plotting import plot_intervals
 
     measure = report.measures[0]
     count = len(report.labels)

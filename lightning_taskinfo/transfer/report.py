@@ -9,25 +9,14 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from lightning_taskinfo._files import (
-    StrPath,
-    atomic_write,
-    make_folder,
-    read_json,
-    write_json,
-)
-from lightning_taskinfo._ranges import (
-    check_counts,
-    check_probability,
-)
+from lightning_taskinfo._files import StrPath, atomic_write, make_folder, read_json, write_json
+from lightning_taskinfo._ranges import check_counts, check_probability
 from lightning_taskinfo._wandb import log_once
 from lightning_taskinfo.functional.intervals import Interval, Verdict, mean_interval, paired_gain
+from lightning_taskinfo.plotting import Panels
 from lightning_taskinfo.transfer import render
-
-if TYPE_CHECKING:
-    from lightning_taskinfo.plotting import Axes, Figure
 
 BASELINES = ("scratch", "standard")
 PICTURE = "accuracy.png"
@@ -103,15 +92,18 @@ def _checked(results: Iterable[Result | Mapping[str, Any]]) -> list[Result]:
         try:
             result = Result(**row)
         except (TypeError, ValueError) as error:
-            rule = "must hold results, or dicts like them"
-            raise ValueError(f"`results` {rule}: {error} This is one: {row}") from error
+            raise ValueError(
+                f"`results` must hold results, or dicts like them: {error} This is one: {row}"
+            ) from error
         names = names or result.test.keys()
         if result.test.keys() != names:
-            rule = f"must hold {', '.join(names)} in all results"
-            raise ValueError(f"`test` {rule}, got {', '.join(result.test)} in {result}.")
+            raise ValueError(
+                f"`test` must hold {', '.join(names)} in all results, got {', '.join(result.test)} in {result}."
+            )
         if found.setdefault(str(result), result) is not result:
-            rule = "must hold one result per method, number of labels and seed"
-            raise ValueError(f"`results` {rule}, got two {result}.")
+            raise ValueError(
+                f"`results` must hold one result per method, number of labels and seed, got two {result}."
+            )
     if not found:
         raise ValueError("`results` must hold at least one result, got none.")
     return [*found.values()]
@@ -310,7 +302,7 @@ class TransferReport:
         """
         rows = []
         for labels, method, results in self.cells():
-            row: Values = {"labels": labels, "method": method, "seeds": len(results)}
+            row = {"labels": labels, "method": method, "seeds": len(results)}
             for measure in self.measures:
                 interval = self.summary(method, labels, measure)
                 row |= _columns(measure.name, interval, ENDS)
@@ -328,14 +320,13 @@ class TransferReport:
         """Return the report as Markdown, with a picture of this name if there is one."""
         return render.to_markdown(self, picture)
 
-    def __str__(self) -> str:
-        return self.to_terminal()
-
     def to_terminal(self) -> str:
         """Return the main table, and the findings as sentences."""
         return render.to_terminal(self)
 
-    def plot(self) -> tuple["Figure", list["Axes"]]:
+    __str__ = to_terminal
+
+    def plot(self) -> Panels:
         """Draw what was measured, mean and interval of every method, and return figure and panels."""
         return render.plot_results(self)
 
@@ -430,7 +421,7 @@ def log_to_wandb(
     """
     import wandb
 
-    Path(folder).mkdir(parents=True, exist_ok=True)  # or W&B writes to a temporary one
+    make_folder(folder)  # or W&B writes to a temporary one
     rows = report.table()
     scalars = {}
     for row in rows:

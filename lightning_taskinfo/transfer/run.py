@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
-from lightning_taskinfo._files import claim_folder
+from lightning_taskinfo._files import StrPath, claim_folder
 from lightning_taskinfo._lightning import DEFAULT
 from lightning_taskinfo._parallel import check_executor, check_travels, run_jobs
 from lightning_taskinfo._progress import Progress, shown
@@ -51,7 +51,7 @@ def transfer(
     weights: Mapping[str, float] | None = None,
     labels: Sequence[int] | int | None = None,
     seeds: Sequence[int] | int = 3,
-    folder: str | os.PathLike[str] | None = None,
+    folder: StrPath | None = None,
     logger: LoggerKind = "none",
     project: str = "lightning-taskinfo",
     name: str | None = None,
@@ -162,16 +162,26 @@ def transfer(
         check_trainer(rule, DEFAULT, {"accelerator": accelerator})
     if folder is None and logger == "wandb_offline":
         raise ValueError(f"`folder` must be given for the files of `logger` {logger!r}, got None.")
-    own: Values = {"metric": metric, "mode": mode, "trainer": trainer}
-    own |= {"batch_size": batch_size, "certify": certify or None}
+    own: Values = {
+        "metric": metric,
+        "mode": mode,
+        "trainer": trainer,
+        "batch_size": batch_size,
+        "certify": certify or None,
+    }
     ready: Values = {"methods": methods, "stages": stages, "weights": weights}
     unused, when = (own, "without") if starts is None else (ready, "with")
     for argument, value in unused.items():
         if value is not None:
             raise ValueError(f"`{argument}` must be left out {when} `starts`, got {value!r}.")
     counts = None if labels is None else _whole_numbers("labels", labels)
-    shared: Values = {"data": data, "labels": counts, "accelerator": accelerator, "adapt": adapt}
-    shared["seeds"] = _seeds(seeds)
+    shared: Values = {
+        "data": data,
+        "labels": counts,
+        "seeds": _seeds(seeds),
+        "accelerator": accelerator,
+        "adapt": adapt,
+    }
     made: Any = model
     if starts is None:
         recipe: Recipe = Ready(made, **shared, **ready)
@@ -225,7 +235,7 @@ def _time(seconds: float) -> str:
     return f"{number:.2g} {unit}" if number < 10 else f"{number:.0f} {unit}"
 
 
-def group_name(title: str, folder: str | os.PathLike[str]) -> str:
+def group_name(title: str, folder: StrPath) -> str:
     """Return the group in Weights & Biases of an experiment and its folder.
 
     Args:
@@ -254,8 +264,7 @@ def _whole_numbers(argument: str, given: Any) -> list[int]:
     try:
         numbers = [operator.index(one) for one in ([given] if np.ndim(given) == 0 else given)]
     except TypeError:
-        rule = "must be a whole number or several"
-        raise TypeError(f"`{argument}` {rule}, got {given!r}.") from None
+        raise TypeError(f"`{argument}` must be a whole number or several, got {given!r}.") from None
     check_different(argument, numbers)
     return numbers
 
@@ -280,10 +289,16 @@ def _run(
         if one.needs and not one.result.exists() and not one.needs.weights.exists():
             one.needs.result.unlink(missing_ok=True)
     results: Values = {}
-    where: Values = {"folder": trials[0].root / "results", "executor": executor, "workers": workers}
     for needy in (False, True):
         wave = {name: one for name, one in named.items() if bool(one.needs) is needy}
-        results |= run_jobs(Trial.run, wave, on_done=done, **where)
+        results |= run_jobs(
+            Trial.run,
+            wave,
+            folder=trials[0].root / "results",
+            executor=executor,
+            workers=workers,
+            on_done=done,
+        )
     return results
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ PARTS = {  # of target data, and the methods of a data module
     "test": "test_dataloader",
     "validation": "val_dataloader",
 }
-Loader: TypeAlias = DataLoader[Any]
-Collate: TypeAlias = Callable[[list[Any]], Any]
-Rows: TypeAlias = NDArray[np.int64]
+Loader = DataLoader[Any]
+Collate = Callable[[list[Any]], Any]
+Rows = NDArray[np.int64]
 Draw = tuple[int, int, int]
 """Epoch, pass within the epoch, and index of a sample."""
 
@@ -42,6 +42,7 @@ def stream_seed(*parts: int) -> int:
     return int(state >> 1)
 
 
+@dataclass(eq=False)
 class EpochSampler(Sampler[Draw]):
     """Every sample once a pass, in an order that depends on the seed, the epoch and the pass only.
 
@@ -51,13 +52,14 @@ class EpochSampler(Sampler[Draw]):
     Args:
         length: Number of samples.
         seed: Seed of the order.
+        epoch: The epoch that was begun last.
+        passes: Passes of that epoch so far.
     """
 
-    def __init__(self, length: int, *, seed: int) -> None:
-        self.length = length
-        self.seed = seed
-        self.epoch = 0
-        self.passes = 0
+    length: int
+    seed: int
+    epoch: int = 0
+    passes: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; nothing happens if it has begun already."""
@@ -144,7 +146,7 @@ class Target:
 
     def labels(self) -> tuple[Tensor | None, Tensor | None, str]:
         """Return the targets of training and test samples where they can be read, and a digest of all samples."""
-        found: list[Tensor | None] = []
+        found = []
         digests = []
         with seeded(0):
             for loader in (self.train, self.test):
@@ -233,14 +235,17 @@ def read_target(data: Any, batch_size: int | None) -> Target:
     elif isinstance(data, Mapping):
         parts = {name: part for name, part in data.items() if part is not None}
         if not {"train", "test"} <= {*parts} <= {*PARTS}:
-            rule = "must have the parts train, test and maybe validation"
-            raise ValueError(f"`data` {rule}, got {', '.join(data)}.")
+            raise ValueError(
+                f"`data` must have the parts train, test and maybe validation, got {', '.join(data)}."
+            )
         size = max(batch_size or 32, 256)
         loaders = {name: DataLoader(_dataset(parts[name]), size) for name in parts}
         batch_size = batch_size or 32
     else:
-        rule = "a LightningDataModule or datasets {'train': …, 'test': …}"
-        raise TypeError(f"`data` must be {rule}, got a {type(data).__name__}.")
+        raise TypeError(
+            "`data` must be a LightningDataModule or datasets {'train': …, 'test': …}, "
+            f"got a {type(data).__name__}."
+        )
     found = {}
     for name, loader in loaders.items():
         samples: Any = loader.dataset
@@ -263,11 +268,7 @@ def read_target(data: Any, batch_size: int | None) -> Target:
 
 def _loaders(data: Any) -> dict[str, Loader]:
     """The loaders of a data module; their own order is not used."""
-    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-        owner = getattr(getattr(data, hook, None), "__module__", "lightning.")
-        if not owner.startswith(("lightning.", "pytorch_lightning.")):
-            rule = f"`data` must leave {hook} to the module or to the dataset, where it is called"
-            raise ValueError(f"{rule}, got one of {type(data).__name__}.")
+    check_hooks(data)
     data.prepare_data()
     data.setup("fit")
     data.setup("test")
@@ -287,6 +288,22 @@ def _loaders(data: Any) -> dict[str, Loader]:
     return found
 
 
+def check_hooks(data: Any) -> None:
+    """Raise a ``ValueError`` if a data module changes batches, of which nobody but a Trainer asks it."""
+    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        if overrides(data, hook):
+            raise ValueError(
+                f"`data` must leave {hook} to the module or to the dataset, where it is called, got one of "
+                f"{type(data).__name__}."
+            )
+
+
+def overrides(data: Any, name: str) -> bool:
+    """Whether a data module has a method of this name that is not Lightning's."""
+    owner = getattr(getattr(data, name, None), "__module__", "lightning.")
+    return not owner.startswith(("lightning.", "pytorch_lightning."))
+
+
 def _dataset(part: Any) -> Any:
     """A dataset as it is, and arrays as one."""
     pair = isinstance(part, list | tuple) and len(part) == 2
@@ -294,8 +311,9 @@ def _dataset(part: Any) -> Any:
         return part
     inputs, targets = map(torch.as_tensor, part)
     if len(inputs) != len(targets):
-        rule = "`data` must have as many targets as inputs"
-        raise ValueError(f"{rule}, got {len(targets)} for {len(inputs)}.")
+        raise ValueError(
+            f"`data` must have as many targets as inputs, got {len(targets)} for {len(inputs)}."
+        )
     return TensorDataset(inputs, targets)
 
 
@@ -320,8 +338,9 @@ def chosen_rows(
     """
     for count in counts:
         if not 1 <= count <= length:
-            rule = f"must be between 1 and the {length} training samples there are"
-            raise ValueError(f"`labels` {rule}, got {count}.")
+            raise ValueError(
+                f"`labels` must be between 1 and the {length} training samples there are, got {count}."
+            )
     if labels is None or labels.is_floating_point():
         return np.random.default_rng(seed).permutation(length)
     known = (labels != IGNORED).nonzero().flatten().cpu().numpy()  # others have no label
@@ -331,9 +350,11 @@ def chosen_rows(
         )
     classes, y = np.unique(labels.cpu().numpy()[known], return_inverse=True)
     if len(classes) < 2:
-        rule = "must have training samples of at least two classes"
-        raise ValueError(f"`data` {rule}, got class {classes[0]} only.")
+        raise ValueError(
+            f"`data` must have training samples of at least two classes, got class {classes[0]} only."
+        )
     if min(counts) < len(classes):
-        rule = f"must give every one of the {len(classes)} classes at least one label"
-        raise ValueError(f"`labels` {rule}, got {min(counts)}.")
+        raise ValueError(
+            f"`labels` must give every one of the {len(classes)} classes at least one label, got {min(counts)}."
+        )
     return known[by_turns(y, np.random.default_rng(seed))]

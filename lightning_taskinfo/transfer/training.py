@@ -101,7 +101,7 @@ class Recipe:
         names = [way_name(way) for way in ways]
         check_different("adapt", names)
         self.ways = dict(zip(names, ways, strict=True))
-        self.trained: dict[tuple[str, str], list[str]] = {}
+        self.trained = {}
         for (name, start), way in product(self.starts.items(), self.ways):
             if name != SCRATCH:
                 module = self.adapted(start.module(0), name, way)
@@ -192,7 +192,7 @@ class RunLog:
             return
         import wandb
 
-        self.folder.mkdir(parents=True, exist_ok=True)
+        _files.make_folder(self.folder)
         whole = f"{self.folder.absolute()}/{self.group}/{name}"
         run = wandb.init(  # not by Lightning, whose call W&B answers with a warning about an old argument
             name=name,
@@ -445,18 +445,19 @@ def fit_stage(
     Raises:
         ValueError: If the checkpoint is damaged. It is left as it is.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     last = folder / "last.ckpt"
     keeper = EpochKeeper(folder, job.seeds)
     job.module.strict_loading = False  # what is frozen is not in the checkpoint
     callbacks = [*job.options.get("callbacks", []), keeper]
     options = {**job.options, "logger": logger or False, "callbacks": callbacks}
-    test: Row = {}
+    test = {}
+    resumed = None
     with quiet(), interruptible():
         trainer = make_trainer(namespace, options)
         if last.exists():
             _files.check_archive(last, advice=ADVICE)  # before Lightning says so
-        trainer.fit(job.module, **job.fit, ckpt_path=str(last) if last.exists() else None)
+            resumed = str(last)
+        trainer.fit(job.module, **job.fit, ckpt_path=resumed)
         if job.test is not None:
             test = dict(trainer.test(job.module, **job.test, verbose=False)[0])
     return keeper.curve, test
@@ -465,8 +466,7 @@ def fit_stage(
 def make_trainer(namespace: str, options: Values) -> Trainer:
     """Return a Trainer that draws and writes nothing by itself."""
     usual = {"devices": 1, "log_every_n_steps": 10, "num_sanity_val_steps": 0}
-    trainer: Trainer = NAMESPACES[namespace].Trainer(**usual | options | SILENT)
-    return trainer
+    return NAMESPACES[namespace].Trainer(**usual | options | SILENT)
 
 
 def check_trainer(rule: str, namespace: str, options: Values) -> None:

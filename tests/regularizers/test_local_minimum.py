@@ -203,9 +203,12 @@ def test_refuses_a_model_without_trainable_parameters():
         (torch.zeros(3, 2), "`batch` must hold at least `parts` = 4 samples, got 3"),
         (
             (torch.zeros(8), torch.zeros(9)),
-            r"`batch` must hold tensors with one number of samples, got \[8, 9\]",
+            r"`batch` must hold tensors with the same, positive number of samples along axis 0, got \[8, 9\]",
         ),
-        ({"name": "x"}, r"`batch` must hold tensors with one number of samples, got \[\]"),
+        (
+            {"name": "x"},
+            "`batch` must be a tensor, or a tuple, list or dict of tensors, got dict without",
+        ),
     ],
 )
 def test_refuses_batches(batch, match):

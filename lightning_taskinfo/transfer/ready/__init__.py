@@ -282,12 +282,9 @@ def _overlap(data: TransferDataModule, backbone: Any, seed: int) -> Values | Non
         return None
     order = torch.randperm(n, generator=Generator().manual_seed(seed))
     batch, _ = data.labeled.__getitems__(order.tolist())
-    found = feature_overlap(backbone, [batch])
-    return {
-        "layers": list(found.layers),
-        "outside": found.outside.tolist(),
-        "standard_error": found.standard_error.tolist(),
-    }
+    found = feature_overlap(backbone, [batch]).to_dict()
+    del found["samples"]
+    return found
 
 
 def _scores(test: Row) -> tuple[Values, Values]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_taskinfo._files import StrPath, digest
 from lightning_taskinfo._lightning import LightningDataModule
-from lightning_taskinfo._ranges import check_choice, check_counts
+from lightning_taskinfo._ranges import check_choice, check_counts, check_values
 from lightning_taskinfo.data import ArrayData, load_task
 from lightning_taskinfo.data.arrays import KEYS, as_images
 from lightning_taskinfo.transfer.ready.module import Shape, Stage
@@ -104,6 +104,12 @@ class TransferDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         check_counts(labels=labels)
+        check_values(
+            "at least 2",
+            batch_size=batch_size,
+            max_source=max_source,
+            max_unlabeled=max_unlabeled,
+        )
         self.arguments: dict[str, Any] = {
             "source": source,
             "target": target,
@@ -115,13 +121,9 @@ class TransferDataModule(LightningDataModule):
             "batch_size": batch_size,
             "seed": seed,
         }
-        for argument in ("batch_size", "max_source", "max_unlabeled"):
-            value = self.arguments[argument]
-            if value is not None and value < 2:
-                raise ValueError(f"`{argument}` must be at least 2, got {value}.")
         self.batch_size = batch_size
         self.seed = seed
-        self.stage: Stage = "pretrain"
+        self.stage = "pretrain"
         self._ready = False
 
     def replaced(self, **changes: Any) -> "TransferDataModule":
@@ -138,7 +140,7 @@ class TransferDataModule(LightningDataModule):
             return
         given = self.arguments
         source, target = self.tasks().values()
-        self.image_shape: Shape = tuple(given["image_shape"] or source.image_shape)
+        self.image_shape = tuple(given["image_shape"] or source.image_shape)
         self.source_classes = source.num_classes
         self.target_classes = target.num_classes
         x = target.x_train
@@ -244,8 +246,9 @@ def as_task(argument: str, what: Any) -> ArrayData:
     if isinstance(what, str | os.PathLike):
         return load_task(what)
     if not isinstance(what, ArrayData):
-        rule = "must be an ArrayData, or the name or path of one"
-        raise TypeError(f"`{argument}` {rule}, got {type(what).__name__}.")
+        raise TypeError(
+            f"`{argument}` must be an ArrayData, or the name or path of one, got {type(what).__name__}."
+        )
     return what
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from lightning_taskinfo.regularizers import (
     LocalMinimumRegularizer,
     MultiKernelMMD,
     MutualInformation,
-    Regularizer,
     TemporalEnsembling,
     WeightInformation,
     WeightSchedule,
@@ -36,7 +35,7 @@ from lightning_taskinfo.transfer.sampling import check_different
 from lightning_taskinfo.variational import add_weight_noise, noisy_weights
 
 Shape = tuple[int, int, int]
-Backbone: TypeAlias = str | Callable[[Shape], nn.Module]
+Backbone = str | Callable[[Shape], nn.Module]
 """A name in :data:`BACKBONES`, or a function at the top of a module that makes a network for a shape of images."""
 Stage = Literal["pretrain", "fine_tune"]
 PENALTIES: dict[str, tuple[Stage, ...]] = {  # name -> the stages in which it acts
@@ -88,8 +87,9 @@ def small_cnn(image_shape: Shape, *, width: int = 16, feature_dim: int = 64) -> 
     """
     channels, height, wide = image_shape
     if min(height, wide) < 8:
-        rule = "`image_shape` must have a height and width of at least 8"
-        raise ValueError(f"{rule}, got {image_shape}.")
+        raise ValueError(
+            f"`image_shape` must have a height and width of at least 8, got {image_shape}."
+        )
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
         nn.ReLU(),
@@ -247,7 +247,7 @@ class TransferClassifierMixin(
         # As many directions of the inputs as four samples each can tell apart.
         directions = min(math.prod(image_shape), 1024, max(1, num_unlabeled // 4))
         of_inputs: dict[str, Any] = {"input_shape": tuple(image_shape), "seed": seed}
-        make: dict[str, Callable[[float], Regularizer]] = {
+        make = {
             "temporal_ensembling": lambda w: TemporalEnsembling(
                 num_indices,
                 num_classes,
@@ -301,7 +301,7 @@ class TransferClassifierMixin(
             keep = frozen_batchnorm_statistics if self.stage == "pretrain" else nullcontext
             with keep(self):
                 z_u = self.features(x_u)
-        compute: dict[str, Callable[[], Tensor]] = {
+        compute = {
             "mk_mmd": lambda: self.mk_mmd_penalty(z, z_u),
             "mutual_information": lambda: self.mutual_information_penalty(x_u, z_u),
             "lautum": lambda: self.lautum_penalty(x_u, self.head(z_u)),
