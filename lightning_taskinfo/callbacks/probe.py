@@ -149,23 +149,24 @@ class Probe(Callback, ABC):
         forward_fn: Callable[[Any, Any], Any] | None = None,
         group_fn: Callable[[str], str] | None = None,
     ) -> None:
-        if every_n_steps is not None and every_n_epochs is not None:
-            raise ValueError(
-                f"`every_n_epochs` must be left out beside `every_n_steps`, got {every_n_epochs}."
-            )
         check_counts(
             every_n_steps=every_n_steps, every_n_epochs=every_n_epochs, max_samples=max_samples
         )
+        if every_n_steps and every_n_epochs:
+            raise ValueError(
+                f"`every_n_epochs` must be left out beside `every_n_steps`, got {every_n_epochs}."
+            )
         check_not_negative(max_layers=max_layers)
         check_seed(seed)
         check_choice(["train_batch", "train", "val"], data=data)
         self._asked = Request(labels, likelihood, mc_samples, forward_fn=forward_fn)
-        if every_n_steps is None and every_n_epochs is None:
+        if not (every_n_steps or every_n_epochs):
             every_n_steps, every_n_epochs = self.default_every_n_steps, self.default_every_n_epochs
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
-        scheduled = every_n_steps is not None or every_n_epochs is not None
-        self.at_start = (self.default_at_start and scheduled) if at_start is None else at_start
+        if at_start is None:
+            at_start = self.default_at_start and bool(every_n_steps or every_n_epochs)
+        self.at_start = at_start
         self.max_samples = max_samples
         self.data = data
         self.labels = labels
@@ -226,7 +227,6 @@ class Probe(Callback, ABC):
         self._resumed_extra = self._extra = False
         self._last_step = trainer.global_step  # after the last batch
         self._measured_at = -1  # the last measurement of this fit
-        self._begun = False
         self._source: Any = Source(
             trainer, self.data, self.max_samples, self.seed, self.reader, self.split_over_ranks
         )
@@ -268,10 +268,10 @@ class Probe(Callback, ABC):
         batch: Any,
         *_: Any,
     ) -> None:
+        is_first = self._batch is None
         # As the training step gets it: one that pops the labels takes them out of its own dict.
         self._batch = copy.copy(batch) if hasattr(batch, "keys") else batch
-        if not self._begun:
-            self._begun = True
+        if is_first:
             self._begin()
 
     def on_train_batch_end(
@@ -290,13 +290,12 @@ class Probe(Callback, ABC):
             self._measure()
 
     def _due(self, trainer: Trainer) -> bool:
-        if self.every_n_steps is not None:
+        if every := self.every_n_steps:
             last, self._last_step = self._last_step, trainer.global_step
-            return self._last_step // self.every_n_steps != last // self.every_n_steps
+            return self._last_step // every != last // every
         every = self.every_n_epochs  # first: this is asked at every batch, and looking up counts
-        if every is None or not trainer.is_last_batch:
-            return False
-        return (trainer.current_epoch + 1) % every == 0
+        ends = bool(every) and trainer.is_last_batch
+        return ends and (trainer.current_epoch + 1) % every == 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         steps = trainer.global_step
@@ -318,22 +317,19 @@ class Probe(Callback, ABC):
 
     def _measure(self) -> bool:
         """Measure, keep and log; return whether it succeeded."""
-        if self.data != "train_batch" and self._source.pool is None:
-            return False
         model = self._trainer.lightning_module
         with observing(model):
             values = self._values(model)
         if values is None:
-            self._failed(RuntimeError("another process failed"))
+            if not self._source.missing:
+                self._failed(RuntimeError("another process failed"))
             return False
         step = self._measured_at = self._trainer.global_step
         self.history.append({"step": step, **values})
         totals, layers = parted(values)
-        if len(layers) > self.max_layers:
-            names = [*layers]
-            some = report.spread(len(names), self.max_layers)
-            layers = {names[i]: layers[names[i]] for i in some}
-        series = self._logged(totals | layers)
+        every = [*layers.items()]
+        some = [every[i] for i in report.spread(len(every), self.max_layers)]
+        series = self._logged(totals | dict(some))
         for logger in self._trainer.loggers:
             logger.log_metrics(series, step=step)
         # Into the dict that checkpointing and early stopping read: `log_dict` would do the same, and
@@ -346,7 +342,8 @@ class Probe(Callback, ABC):
     def _values(self, model: nn.Module) -> Mapping[str, float] | None:
         """Measure on every process; None where any has failed, of which all know before one waits for another."""
         part = None
-        pair = self._tried(self._pair, model)
+        # As long as samples are collected, there is nothing to fail with.
+        pair = None if self._source.missing else self._tried(self._pair, model)
         sizes = on_every_process(self._trainer, -1 if pair is None else size(pair[0]))
         if min(sizes) >= 0:
             part = self._tried(self._observed, model, pair, sizes)
@@ -483,9 +480,10 @@ def parted(row: Mapping[str, float]) -> tuple[report.Row, report.Row]:
 
 def check_finite(model: nn.Module) -> None:
     """Raise a ``ValueError`` if a trainable weight is NaN or infinite."""
-    weights = {}
-    for name, p in trainable_parameters(model).items():
-        weights[name] = getattr(p, "to_local", p.detach)().detach()
+    weights = {
+        name: getattr(p, "to_local", p.detach)().detach()
+        for name, p in trainable_parameters(model).items()
+    }
     sums = torch.stack([w.sum() for w in weights.values()])
     if not bool(sums.isfinite().all()):  # first: this runs at every measurement
         check_finite_tensors("weights", weights)

@@ -182,16 +182,18 @@ class Source:
         if self.data == "val" or whole:
             kind = type(loader).__name__
             raise ValueError(f"`data={self.data!r}` needs {needed}, got {kind}.")
-        self.missing = len(self._share(self.max_samples))
+        # As many on every process, whatever it keeps of them: so the pools are full at the same step.
+        self.missing = math.ceil(self.max_samples / trainer.world_size)
 
     def _read_pool(self, loader: Any, key: Any) -> Pair:
         generator = torch.Generator().manual_seed(self.seed)
         order = torch.randperm(len(loader.dataset), generator=generator, device="cpu")
         chosen = order[: self.max_samples].sort().values
-        mine = self._share(len(chosen))
-        if not mine:
+        if self.split:  # each process takes a piece
+            chosen = chosen.tensor_split(self.trainer.world_size)[self.trainer.global_rank]
+        if not len(chosen):
             return torch.empty(0, device="cpu"), None
-        batch = read_samples(loader, chosen[mine.start : mine.stop], self.seed)
+        batch = read_samples(loader, chosen, self.seed)
         if key is not None:
             batch = {key: batch}  # as the training step gets it
         # Where the training step gets its own, through the same hooks.
@@ -211,24 +213,20 @@ class Source:
         if last or not self.missing:
             every, labels = zip(*self.collected, strict=True)
             known = [targets for targets in labels if targets is not None]
-            self.pool = joined([*every], module), joined_targets(known) if known else None
+            targets = joined_targets(known) if known else None
+            self.pool = self._share(joined([*every], module), targets)
             self.missing = 0
 
     def read(self, batch: Any) -> Pair:
         """Return this process's inputs and targets."""
         if self.pool is not None:
             return self.pool
-        inputs, targets = self.reader.read(self.trainer.lightning_module, batch)
-        return first_samples(inputs, targets, len(self._share(self.max_samples)))
+        return self._share(*self.reader.read(self.trainer.lightning_module, batch))
 
-    def _share(self, total: int) -> range:
-        """Return which of ``total`` samples this process takes, in one piece."""
-        if not self.split:
-            return range(total)
-        rank = self.trainer.global_rank
-        size, more = divmod(total, self.trainer.world_size)
-        start = rank * size + min(rank, more)
-        return range(start, start + size + (rank < more))
+    def _share(self, inputs: Any, targets: Tensor | None) -> Pair:
+        """Return those of this process's own samples that are measured."""
+        mine = range(self.trainer.global_rank, self.max_samples, self.trainer.world_size)
+        return first_samples(inputs, targets, len(mine))
 
 
 # Processes

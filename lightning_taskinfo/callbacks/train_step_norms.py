@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -124,9 +125,9 @@ class SampleSums:
 
     def __init__(self, table: Tensor | None = None) -> None:
         self._table = torch.zeros(5, 0, device="cpu") if table is None else table
-        self._waiting: list[tuple[list[int], Losses, Tensor | None]] = []
+        self._waiting: list[tuple[list[int], Losses, Tensor]] = []
 
-    def add(self, numbers: list[int], losses: Losses, norms: Tensor | None = None) -> None:
+    def add(self, numbers: list[int], losses: Losses, norms: Tensor) -> None:
         """Add what a step has shown: several at once, since they take little longer than one.
 
         Args:
@@ -151,14 +152,10 @@ class SampleSums:
         index = as_index([*chain.from_iterable(steps)]).to(self._table.device)
         missing = int(index.max()) + 1 - self._table.shape[1]
         if missing > 0:
-            self._table = torch.nn.functional.pad(self._table, (0, missing))
-        values = self._table.new_full((2, len(index)), math.nan)
+            self._table = F.pad(self._table, (0, missing))
+        values = self._table.new_empty(2, len(index))
         values[0] = losses_of([read() for read in losses])
-        start = 0
-        for numbers, of_step in zip(steps, norms, strict=True):
-            if of_step is not None:
-                values[1, start : start + len(numbers)] = of_step
-            start += len(numbers)
+        values[1] = torch.cat(norms)
         finite = values.isfinite()
         seen = finite.new_ones(1, len(index))
         added = torch.cat([torch.where(finite, values, 0), finite, seen])
@@ -273,7 +270,6 @@ class TrainStepNorms(Probe):
             raise ValueError(f"`rank_by` must be 'loss' with `norms=False`, got {rank_by!r}.")
         self.norms = norms
         self.rank_by: Score = rank_by
-        self._ranks_norms = rank_by == "squared_norm"
         self.loss_reduction = loss_reduction
         self.headline = ("squared_gradient_norm",) if norms else ("sample_loss",)
         self._index_fn = index_fn
@@ -300,7 +296,6 @@ class TrainStepNorms(Probe):
         self._is_pair = False  # every batch, as the first one has shown
         self._numbers: Any = None  # of the samples, until they are added
         self._problem: str | None = NOT_READ
-        self._reads_norms = False
         self._sharded = False  # the module is not called by us
         strategy: Any = trainer.strategy
         process = strategy.process_dataloader
@@ -330,7 +325,7 @@ class TrainStepNorms(Probe):
             return
         loader: Any = trainer.train_dataloader
         collate = getattr(loader, "collate_fn", None)
-        home = getattr(collate, "__module__", type(collate).__module__)
+        home = str(getattr(collate, "__module__", ""))
         self._follow = isinstance(getattr(loader, "batch_sampler", None), NotingSampler)
         if not self._follow:
             problem = (
@@ -354,18 +349,9 @@ class TrainStepNorms(Probe):
 
     # The training step
 
-    def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._batch_idx = batch_idx
-        self._numbers = None
+    def on_train_batch_start(self, *step: Any) -> None:
+        super().on_train_batch_start(*step)
         self._problem = NOT_READ
-        self._reads_norms = False
 
     def on_before_backward(
         self,
@@ -394,10 +380,9 @@ class TrainStepNorms(Probe):
         losses = StepLosses(loss, size, targets)
         self._losses: Any = losses.later()
         is_logged = (self._last_step + 1) % self._logged_every == 0  # after this step
-        is_turn = self.norms and (is_logged or self._ranks_norms)
-        if is_turn or (self.norms and self._first_step):
+        self._reads_norms = self.norms and (is_logged or self.rank_by == "squared_norm")
+        if self._reads_norms or (self.norms and self._first_step):
             self._read_norms(losses)
-            self._reads_norms = is_turn
         if self._first_step:
             self._refuse(losses)
             # Reading all other batches like this one saves a tenth of the time.
@@ -412,7 +397,8 @@ class TrainStepNorms(Probe):
         if self.loss_reduction == "mean":
             self._scale *= losses.samples
         parts = math.ceil(losses.samples / self.max_samples)
-        turn = self._trainer.current_epoch + self._batch_idx  # in each epoch, that of other samples
+        # In each epoch, that of other samples.
+        turn = self._trainer.current_epoch + self._trainer.fit_loop.batch_idx
         first = self.max_samples * (turn % parts)
         self._step_norms.read(losses.loss, losses.root, losses.samples, first)
 
@@ -423,11 +409,12 @@ class TrainStepNorms(Probe):
             if isinstance(numbers, Tensor):
                 numbers = numbers.tolist()
         else:
+            batch_idx = self._trainer.fit_loop.batch_idx
             if self._drawn is None:
                 self._drawn = self._trainer.train_dataloader.batch_sampler.drawn
             if self._skipped is None:  # a training that is resumed within an epoch
-                self._skipped = self._batch_idx
-            numbers = self._drawn[self._batch_idx - self._skipped]
+                self._skipped = batch_idx
+            numbers = self._drawn[batch_idx - self._skipped]
         if self._first_step or self._index_fn is not None:
             as_index(numbers)  # or say so
         if len(numbers) != size:
@@ -452,10 +439,9 @@ class TrainStepNorms(Probe):
         numbers = self._numbers if self._problem is None else None
         self._numbers = None  # once: Lightning also ends batches that it has not begun
         if numbers is not None:
-            norms = None
+            norms = torch.full((len(numbers),), math.nan, device=self._trainer.strategy.root_device)
             if self._reads_norms and self._step_norms.norms:
                 by_weight = torch.stack([*self._step_norms.norms.values()])
-                norms = by_weight.new_full((len(numbers),), math.nan)
                 first = self._step_norms.first
                 norms[first : first + by_weight.shape[1]] = self._scale**2 * by_weight.sum(0)
             self._sums.add(numbers, self._losses, norms)

@@ -276,7 +276,7 @@ def test_a_probe_that_needs_all_samples_in_each_process_collects_where_there_is_
 
 
 def test_what_is_collected_stays_when_a_loader_fills_the_same_tensors_again():
-    trainer = SimpleNamespace(lightning_module=nn.Linear(1, 2))
+    trainer = SimpleNamespace(lightning_module=nn.Linear(1, 2), world_size=1, global_rank=0)
     source = Source(trainer, "train", 3, 0, Reader(), split=True, missing=3)
     x, y = torch.zeros(2, 1, requires_grad=True), torch.zeros(2, dtype=torch.long)
     for step in range(2):
