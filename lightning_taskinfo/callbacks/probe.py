@@ -294,8 +294,9 @@ class Probe(Callback, ABC):
             last, self._last_step = self._last_step, trainer.global_step
             return self._last_step // every != last // every
         every = self.every_n_epochs  # first: this is asked at every batch, and looking up counts
-        ends = bool(every) and trainer.is_last_batch
-        return ends and (trainer.current_epoch + 1) % every == 0
+        if not every or not trainer.is_last_batch:
+            return False
+        return (trainer.current_epoch + 1) % every == 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         steps = trainer.global_step
