@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
 
 import torch
@@ -51,7 +51,6 @@ from lightning_taskinfo.plotting import plot_curves
 if TYPE_CHECKING:
     from lightning_taskinfo.plotting import Axes, Figure
 
-T = TypeVar("T")
 KEPT_ROWS = 256  # of the history, in a checkpoint
 
 
@@ -243,10 +242,12 @@ class Probe(Callback, ABC):
             if not isinstance(inputs, Tensor) or len(inputs):  # otherwise others have the samples
                 with resharding(model):
                     checks.check_samples(self, model, inputs, targets)
-        # Once for all that read batches in this way.
-        comparing = [other for other in trainer.callbacks if getattr(other, "_first_losses", None)]
-        ways = [(other.reader, other.likelihood) for other in comparing]
-        if (self.reader, self.likelihood) not in ways and not self._sharded:
+        compared = [  # once for all that read batches in one way
+            (other.reader, other.likelihood)
+            for other in trainer.callbacks
+            if getattr(other, "_first_losses", None)
+        ]
+        if (self.reader, self.likelihood) not in compared and not self._sharded:
             self._first_losses = checks.first_losses(self, model)
         if self.at_start and trainer.global_step == 0:
             self._measure()
@@ -344,16 +345,16 @@ class Probe(Callback, ABC):
         """Measure on every process; None where any has failed, of which all know before one waits for another."""
         part = None
         # As long as samples are collected, there is nothing to fail with.
-        pair = None if self._source.missing else self._tried(self._pair, model)
+        pair: Any = None if self._source.missing else self._tried(self._pair, model)
         sizes = on_every_process(self._trainer, -1 if pair is None else size(pair[0]))
         if min(sizes) >= 0:
-            part = self._tried(self._observed, model, pair, sizes)
+            part = self._tried(self._observed, model, sizes, *pair)
         together = self._trainer.strategy.reduce_boolean_decision(part is not None)
         if part is None or not together:
             return None
         return self._tried(self.summarise, *part)
 
-    def _tried(self, work: Callable[..., T], *arguments: Any) -> T | None:
+    def _tried(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Return what something returns; None and a warning where it fails."""
         try:
             return work(*arguments)
@@ -372,15 +373,17 @@ class Probe(Callback, ABC):
 
     def _pair(self, model: nn.Module) -> Pair:
         check_finite(model)
-        return self._source.read(self._batch)
+        inputs, targets = self._source.read(self._batch)
+        size(inputs)  # or fail here, before other processes wait
+        return inputs, targets
 
     def _observed(
         self,
         model: nn.Module,
-        pair: Pair,
         sizes: list[int],
+        inputs: Any,
+        targets: Tensor | None,
     ) -> tuple[Any, Samples]:
-        inputs, targets = pair
         rank = self._trainer.global_rank
         first, total = 0, sizes[rank]
         if self.split_over_ranks:

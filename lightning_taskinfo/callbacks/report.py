@@ -137,10 +137,12 @@ def log_table(logger: Any, key: str, rows: Rows, step: int, figure: Any = None) 
         if figure:
             logger.experiment.add_image(picture, figure_pixels(figure), step, dataformats="HWC")
     elif isinstance(getattr(logger, "log_dir", None), str):  # as that of csv files
-        with _file(logger, key, "csv").open("w", newline="") as file:
+        folder = Path(logger.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{_file(key)}.csv").open("w", newline="") as file:
             csv.writer(file).writerows([columns, *cells])
         if figure:
-            figure.savefig(_file(logger, picture, "png"), dpi=150)
+            figure.savefig(folder / f"{_file(picture)}.png", dpi=150)
 
 
 def _is_wandb(logger: Any) -> bool:
@@ -151,11 +153,9 @@ def _is_tensorboard(logger: Any) -> bool:
     return hasattr(logger.experiment, "add_text")
 
 
-def _file(logger: Any, key: str, kind: str) -> Path:
-    """Return where a logger that writes to a folder has a file of this key."""
-    Path(logger.log_dir).mkdir(parents=True, exist_ok=True)
-    name = key.removeprefix(f"{PREFIX}/").replace("/", "_")
-    return Path(logger.log_dir, f"{name}.{kind}")
+def _file(key: str) -> str:
+    """Return the name of the file of a key, in the folder of a logger that has one."""
+    return key.removeprefix(f"{PREFIX}/").replace("/", "_")
 
 
 def _text(cell: Any) -> str:

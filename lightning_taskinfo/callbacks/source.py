@@ -234,11 +234,11 @@ class Source:
 
 def summed(trainer: Trainer, values: Tensor | list[float]) -> Tensor:
     """Return what all processes' values add up to, in float64; the values themselves where there is one process."""
+    device = getattr(values, "device", "cpu")
+    mine = torch.as_tensor(values, dtype=torch.float64, device=device)
     if trainer.world_size == 1:
-        device = values.device if isinstance(values, Tensor) else "cpu"
-        return torch.as_tensor(values, dtype=torch.float64, device=device)
-    mine = torch.as_tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-    return trainer.strategy.reduce(mine, reduce_op="sum")
+        return mine
+    return trainer.strategy.reduce(mine.to(trainer.strategy.root_device), reduce_op="sum")
 
 
 def on_every_process(trainer: Trainer, number: int) -> list[int]:

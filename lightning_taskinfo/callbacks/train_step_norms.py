@@ -315,6 +315,7 @@ class TrainStepNorms(Probe):
         if trainer.global_rank:  # it counts once
             table = table[:, :0]
         self._sums = SampleSums(table.to(pl_module.device))
+        self._no_norm = torch.full((1,), math.nan, device=pl_module.device)
         steps = trainer.estimated_stepping_batches  # negative where nobody knows
         every = self.every_n_steps or 1
         self._logged_every = int(steps) if 0 < steps < every else every
@@ -439,10 +440,11 @@ class TrainStepNorms(Probe):
         numbers = self._numbers if self._problem is None else None
         self._numbers = None  # once: Lightning also ends batches that it has not begun
         if numbers is not None:
-            norms = torch.full((len(numbers),), math.nan, device=self._trainer.strategy.root_device)
+            norms = self._no_norm.expand(len(numbers))
             if self._reads_norms and self._step_norms.norms:
                 by_weight = torch.stack([*self._step_norms.norms.values()])
                 first = self._step_norms.first
+                norms = norms.clone()
                 norms[first : first + by_weight.shape[1]] = self._scale**2 * by_weight.sum(0)
             self._sums.add(numbers, self._losses, norms)
         super().on_train_batch_end(*step)
