@@ -84,8 +84,10 @@ def check_module(probe: Any, trainer: Trainer, model: nn.Module) -> bool:
             "use a strategy that keeps them whole, e.g. 'ddp'."
         )
     if probe.max_samples < trainer.world_size:
-        needed = f"at least 1 for each of {trainer.world_size} processes with sharded weights"
-        raise ValueError(f"`max_samples` must be {needed}, got {probe.max_samples}.")
+        raise ValueError(
+            f"`max_samples` must be at least 1 for each of {trainer.world_size} processes with sharded weights, got "
+            f"{probe.max_samples}."
+        )
     gathered_parameters(model)  # refuses what it cannot gather
     return True
 

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._files import read_checkpoint
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._observe import ParamDict, observing
+from lightning_taskinfo._observe import (
+    ParamDict,
+    at_least_float32,
+    observing,
+    trainable_parameters,
+)
 from lightning_taskinfo._ranges import (
     check_choice,
     check_counts,
@@ -29,13 +34,13 @@ from lightning_taskinfo.callbacks.source import (
     on_every_process,
     readable,
 )
+from lightning_taskinfo.distributions import CurvatureBlock, kronecker_curvature
 from lightning_taskinfo.distributions.post_family import Noises, PostFamily, losses_with_noise
 from lightning_taskinfo.fisher.kron import KroneckerSums, as_factors, kronecker_sums
 from lightning_taskinfo.fisher.measure import squared_gradients_by_name
 from lightning_taskinfo.functional.information import InformationTerms, added, label_entropy
 from lightning_taskinfo.functional.likelihood import Categorical
 
-Start = str | Mapping[str, Tensor]
 Parts = dict[str, InformationTerms]  # by name of the weight
 AUTO_STDS = tuple(10 ** (j / 4) for j in range(-12, 5))  # 0.001 to 10
 PARTS = 2  # of the samples, one for each noise in turn
@@ -54,16 +59,12 @@ class CenteredProbe(Probe):
         center: The weights by name.
     """
 
-    prior_center: Start = "initial"
+    prior_center: str | Mapping[str, Tensor] = "initial"
     needs_plain_weights = True
 
-    def __init__(self, **probe: Any) -> None:
-        super().__init__(**probe)
+    def _forget(self) -> None:
         self.center: ParamDict = {}
         self._frozen: list[nn.Parameter] = []
-
-    def _forget(self) -> None:
-        self.center = {}
 
     def begin(self, model: nn.Module) -> bool:
         """Keep what is trainable now and not kept yet; return whether anything was kept before.
@@ -93,9 +94,8 @@ class CenteredProbe(Probe):
 
     def _keep(self, model: nn.Module) -> ParamDict:
         """Keep what has become trainable, before an optimizer moves it; return all that is."""
-        every = dict(model.named_parameters())
-        self._frozen = [p for p in every.values() if not p.requires_grad]
-        weights = {name: p.detach() for name, p in every.items() if p.requires_grad}
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        weights = {name: p.detach() for name, p in trainable_parameters(model).items()}
         new = {name: w for name, w in weights.items() if name not in self.center}
         if self.prior_center != "zero" and new:
             stored = {} if self.prior_center == "initial" else self._stored(new)
@@ -130,7 +130,7 @@ class CenteredProbe(Probe):
         """Return how far each trainable weight is from the centre, in float32 or better."""
         moved = {}
         for name, weight in self._keep(model).items():
-            w = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            w = at_least_float32(weight)
             moved[name] = w - (0 if self.prior_center == "zero" else self.center[name].to(w.device))
         return moved
 
@@ -305,7 +305,6 @@ class InformationInWeights(CenteredProbe):
         self.structure = structure
         self.draws = draws
         self.num_samples = num_samples
-        self._forget()
         self._noises = Noises(self.seed)
         self._distrusted = False
 
@@ -394,22 +393,19 @@ class InformationInWeights(CenteredProbe):
     def _family(self, observed: _Observed, samples: Samples, scale: float) -> PostFamily:
         """Return the Gaussians around the network, from the Fisher information of all processes' samples."""
         fisher = observed.fisher
-        curvature = {}
-        bases = {}
+        distances = {name: observed.distances[name] for name in observed.moved}
         if isinstance(fisher, KroneckerSums):
-            factors = as_factors(fisher.summed(samples.summed), samples.total)
-            for name, part in observed.moved.items():
-                eigenvalues, left, right = factors[name].eigen()
-                bases[name] = (left, right)
-                curvature[name] = self._training_set * eigenvalues.view_as(part)
-        else:
-            for name, part in observed.moved.items():
-                squares = fisher[name]
-                if samples.trainer.world_size > 1:
-                    squares = samples.summed(squares)
-                curvature[name] = squares.view_as(part) * scale
-        distances = {name: observed.distances[name] for name in curvature}
-        return PostFamily(curvature, distances, self.beta, bases)
+            every = as_factors(fisher.summed(samples.summed), samples.total)
+            factors = {name: every[name] for name in distances}
+            curvature = kronecker_curvature(factors, scale=self._training_set)
+            return PostFamily(curvature, distances, self.beta)
+        blocks = {}
+        for name in distances:
+            squares = fisher[name]
+            if samples.trainer.world_size > 1:
+                squares = samples.summed(squares)
+            blocks[name] = CurvatureBlock(squares * scale)
+        return PostFamily(blocks, distances, self.beta)
 
     def _label_nats(self, samples: Samples) -> float:
         """Return what a code for the labels needs without a network; NaN if not class labels."""

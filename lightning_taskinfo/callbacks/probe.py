@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._batches import Reader
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
-from lightning_taskinfo._nested import filled_up, size
+from lightning_taskinfo._nested import Pair, filled_up, size
 from lightning_taskinfo._observe import layer_of, observing, trainable_parameters
 from lightning_taskinfo._ranges import (
     check_choice,
@@ -37,7 +37,7 @@ from lightning_taskinfo._sharded import resharding
 from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks import checks, report
-from lightning_taskinfo.callbacks.source import Pair, Samples, Source, on_every_process
+from lightning_taskinfo.callbacks.source import Samples, Source, on_every_process
 from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.functional.likelihood import (
     Categorical,
@@ -46,10 +46,7 @@ from lightning_taskinfo.functional.likelihood import (
     as_likelihood,
     look_like_probabilities,
 )
-from lightning_taskinfo.plotting import plot_curves
-
-if TYPE_CHECKING:
-    from lightning_taskinfo.plotting import Axes, Figure
+from lightning_taskinfo.plotting import Drawn, Given, plot_curves
 
 KEPT_ROWS = 256  # of the history, in a checkpoint
 
@@ -183,6 +180,7 @@ class Probe(Callback, ABC):
         self._extra = False  # whether the last measurement was made because a fit ended,
         self._resumed_extra = False  # in the run that is resumed
         self._module: ref[LightningModule] | None = None  # of the last fit
+        self._forget()
 
     @abstractmethod
     def observe(self, model: nn.Module, samples: Samples) -> Any:
@@ -192,7 +190,7 @@ class Probe(Callback, ABC):
     def summarise(self, observed: Any, samples: Samples) -> Mapping[str, float]:
         """Return the scalars to log from what was observed, the same on every process; may sum over processes."""
 
-    def plot(self, *, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+    def plot(self, *, ax: Given = None) -> Drawn:
         """Draw the history; needs matplotlib.
 
         Args:
@@ -218,7 +216,7 @@ class Probe(Callback, ABC):
         self._module = ref(pl_module)
 
     def _forget(self) -> None:
-        """Let go of what belongs to the module of an earlier fit."""
+        """Begin anew, without what belongs to the module of an earlier fit."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resumed_extra:
@@ -324,7 +322,7 @@ class Probe(Callback, ABC):
             values = self._values(model)
         if values is None:
             if not self._source.missing:
-                self._failed(RuntimeError("another process failed"))
+                self._failed(RuntimeError("another process failed, or has too few samples yet"))
             return False
         step = self._measured_at = self._trainer.global_step
         self.history.append({"step": step, **values})
@@ -364,10 +362,9 @@ class Probe(Callback, ABC):
 
     def _failed(self, error: Exception) -> None:
         if not self._warned:
-            step = self._trainer.global_step
             warn(
-                f"{self.state_key} could not measure at step {step} ({type(error).__name__}: {error}); "
-                "training goes on, and the same is not reported again.",
+                f"{self.state_key} could not measure at step {self._trainer.global_step} ({type(error).__name__}: "
+                f"{error}); training goes on, and the same is not reported again.",
             )
         self._warned = True
 
@@ -425,7 +422,7 @@ class Probe(Callback, ABC):
         """Give a table, and its figure if there is one and matplotlib, to the loggers."""
         loggers = self._loggers()
         figure = None
-        if loggers and plot is not None and find_spec("matplotlib"):  # drawing takes a while
+        if loggers and plot and find_spec("matplotlib"):  # drawing takes a while
             figure, _ = plot()
         for logger in loggers:
             key = self._key(f"{name}_table")

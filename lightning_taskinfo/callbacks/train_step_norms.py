@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,24 +14,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._nested import sample_count
+from lightning_taskinfo._nested import Pair, sample_count
 from lightning_taskinfo._ranges import check_choice
-from lightning_taskinfo._warn import warn
+from lightning_taskinfo._warn import reason_of, warn
 from lightning_taskinfo.callbacks.fisher_trace import by_layer
 from lightning_taskinfo.callbacks.probe import Probe
 from lightning_taskinfo.callbacks.source import (
     NotingSampler,
-    Pair,
     Samples,
     on_every_process,
     summed,
 )
 from lightning_taskinfo.fisher.accumulators import TraceSums
 from lightning_taskinfo.fisher.train_step import StepLosses, StepNorms, losses_of
-from lightning_taskinfo.plotting import plot_ranking
-
-if TYPE_CHECKING:
-    from lightning_taskinfo.plotting import Axes, Figure
+from lightning_taskinfo.plotting import Drawn, Given, plot_ranking
 
 Score: TypeAlias = Literal["loss", "squared_norm"]
 Losses: TypeAlias = Callable[[], tuple[Tensor, Tensor]]  # sums and counts of a step
@@ -104,7 +100,7 @@ class SampleScores:
         rows = [form.format(**row) for row in self.top(10)]
         return "\n".join([" rank  index     loss  squared norm  seen", *rows])
 
-    def plot(self, *, k: int = 50, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+    def plot(self, *, k: int = 50, ax: Given = None) -> Drawn:
         """Draw all scores, the largest first; needs matplotlib.
 
         Args:
@@ -241,6 +237,7 @@ class TrainStepNorms(Probe):
     default_every_n_steps = 500
     default_at_start = False  # there is no step to read yet
     ylabel = "mean squared gradient norm"
+    _sums: SampleSums
 
     def __init__(
         self,
@@ -273,7 +270,6 @@ class TrainStepNorms(Probe):
         self.loss_reduction = loss_reduction
         self.headline = ("squared_gradient_norm",) if norms else ("sample_loss",)
         self._index_fn = index_fn
-        self._sums = SampleSums()
         self._noting: list[Any] = []  # loaders whose samplers note what they draw
         self._step_norms: Any = None
 
@@ -293,9 +289,8 @@ class TrainStepNorms(Probe):
         if self.norms:
             self._step_norms = StepNorms(pl_module, self.max_samples)
         self._first_step = True
-        self._is_pair = False  # every batch, as the first one has shown
         self._numbers: Any = None  # of the samples, until they are added
-        self._problem: str | None = NOT_READ
+        self._problem = NOT_READ  # empty if the step was read
         self._sharded = False  # the module is not called by us
         strategy: Any = trainer.strategy
         process = strategy.process_dataloader
@@ -315,7 +310,7 @@ class TrainStepNorms(Probe):
         if trainer.global_rank:  # it counts once
             table = table[:, :0]
         self._sums = SampleSums(table.to(pl_module.device))
-        self._no_norm = torch.full((1,), math.nan, device=pl_module.device)
+        self._no_norm = self._sums.table.new_full((1,), math.nan)
         steps = trainer.estimated_stepping_batches  # negative where nobody knows
         every = self.every_n_steps or 1
         self._logged_every = int(steps) if 0 < steps < every else every
@@ -362,17 +357,19 @@ class TrainStepNorms(Probe):
     ) -> None:
         try:
             self._read(loss)
-            self._problem = None
+            self._problem = ""
         except Exception as error:
             if self._first_step:
                 raise
-            self._problem = str(error)  # which leaves a gap
+            self._problem = reason_of(error)  # which leaves a gap
         self._first_step = False
 
     def _read(self, loss: Tensor) -> None:
         """Read the losses, and gradient norms if it is their turn."""
         pair = self._batch
-        if not self._is_pair or type(pair) is not list or len(pair) != 2:
+        # As most batches are: reading them like the others takes a tenth of the time.
+        is_plain = type(pair) is list and [*map(type, pair)] == [Tensor, Tensor]
+        if self.reader.batch_fn or not is_plain:
             pair = self.reader.read(None, pair)
         inputs, targets = pair
         size = sample_count(inputs)
@@ -386,9 +383,6 @@ class TrainStepNorms(Probe):
             self._read_norms(losses)
         if self._first_step:
             self._refuse(losses)
-            # Reading all other batches like this one saves a tenth of the time.
-            in_place = isinstance(self._batch, list) and inputs is self._batch[0]
-            self._is_pair = in_place and self.reader.batch_fn is None
 
     def _read_norms(self, losses: StepLosses) -> None:
         """Read the norms of some samples, by a backward pass of their own."""
@@ -409,6 +403,7 @@ class TrainStepNorms(Probe):
             numbers = self._index_fn(self._batch)
             if isinstance(numbers, Tensor):
                 numbers = numbers.tolist()
+            as_index(numbers)  # or say so
         else:
             batch_idx = self._trainer.fit_loop.batch_idx
             if self._drawn is None:
@@ -416,8 +411,8 @@ class TrainStepNorms(Probe):
             if self._skipped is None:  # a training that is resumed within an epoch
                 self._skipped = batch_idx
             numbers = self._drawn[batch_idx - self._skipped]
-        if self._first_step or self._index_fn is not None:
-            as_index(numbers)  # or say so
+            if self._first_step:
+                as_index(numbers)  # or say so
         if len(numbers) != size:
             raise ValueError(f"{ONE_EACH} of {size} samples, got {len(numbers)}.")
         return numbers
@@ -437,15 +432,15 @@ class TrainStepNorms(Probe):
             )
 
     def on_train_batch_end(self, *step: Any) -> None:
-        numbers = self._numbers if self._problem is None else None
+        numbers = None if self._problem else self._numbers
         self._numbers = None  # once: Lightning also ends batches that it has not begun
         if numbers is not None:
             norms = self._no_norm.expand(len(numbers))
             if self._reads_norms and self._step_norms.norms:
-                by_weight = torch.stack([*self._step_norms.norms.values()])
+                read = torch.stack([*self._step_norms.norms.values()]).sum(0)
                 first = self._step_norms.first
                 norms = norms.clone()
-                norms[first : first + by_weight.shape[1]] = self._scale**2 * by_weight.sum(0)
+                norms[first : first + len(read)] = self._scale**2 * read
             self._sums.add(numbers, self._losses, norms)
         super().on_train_batch_end(*step)
 
@@ -456,15 +451,14 @@ class TrainStepNorms(Probe):
 
     def observe(self, model: nn.Module, samples: Samples) -> tuple[list[str], list[float]]:
         """Return the names of parameters, and sums over samples: of norms, if this step's were read, and of losses."""
-        if self._problem is not None:
-            raise RuntimeError(self._problem)
+        problem = self._problem or (self._reads_norms and self._step_norms.problem)
+        if problem:
+            raise RuntimeError(problem)
         losses = losses_of([self._losses()])
         losses = losses[losses.isfinite()]
         of_losses = [losses.double().sum().item(), len(losses)]
         if not self._reads_norms:
             return [], of_losses
-        if self._step_norms.problem:
-            raise RuntimeError(self._step_norms.problem)
         names, of_norms = TraceSums.of(self._step_norms.norms, self._scale**2)
         if not all(map(math.isfinite, of_norms)):
             raise RuntimeError("the gradients of the training step are not finite")
@@ -484,7 +478,7 @@ class TrainStepNorms(Probe):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._sums = SampleSums(self._table_of_all())
-        if not self.history and self._problem is None:  # shorter than `every_n_steps`
+        if not (self.history or self._problem):  # shorter than `every_n_steps`
             self._extra = self._measure()
         super().on_train_end(trainer, pl_module)
 
@@ -499,8 +493,7 @@ class TrainStepNorms(Probe):
         self._step_norms = self._trainer = self._drawn = self._losses = None
         vars(trainer.strategy).pop("process_dataloader", None)
         for loader in self._noting:
-            if isinstance(loader.batch_sampler, NotingSampler):
-                vars(loader)["batch_sampler"] = loader.batch_sampler.noted
+            vars(loader)["batch_sampler"] = loader.batch_sampler.noted
         self._noting = []
 
     on_exception = teardown

@@ -554,7 +554,7 @@ def zip_all(samples):
 def test_tensors_are_read_as_they_are_and_a_dataset_with_a_state_from_a_copy():
     x, y = torch.arange(8.0)[:, None], torch.arange(8)
     plain = TensorDataset(x, y)
-    chosen = torch.tensor([1, 4, 6])
+    chosen = [1, 4, 6]
     for dataset in (plain, Subset(plain, range(8))):
         inputs, targets = read_samples(DataLoader(dataset, collate_fn=zip_all), chosen, seed=0)
         assert [x.item() for x in inputs] == [y.item() for y in targets] == [1, 4, 6]
