@@ -112,9 +112,8 @@ def first_losses(probe: Any, module: nn.Module) -> list[float]:
     find: dropout and batch norm do the same in both. There is none where it cannot be compared.
     """
     likelihood = as_likelihood(probe.likelihood)
-    if not isinstance(likelihood, Categorical | Bernoulli):  # those with one scale
-        return []
-    if any(noisy_weights(module)):
+    has_one_scale = isinstance(likelihood, Categorical | Bernoulli)
+    if not has_one_scale or any(noisy_weights(module)):
         return []
     modes = [(part, part.training) for part in module.modules()]
     try:

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
 
@@ -88,8 +87,8 @@ class CenteredProbe(Probe):
         pl_module: LightningModule,
         optimizer: Any,
     ) -> None:
-        # At every step, so the same objects; and without them not even a loop.
-        if self._frozen and any(p.requires_grad for p in self._frozen):
+        # At every step, so only the objects that were frozen.
+        if any(p.requires_grad for p in self._frozen):
             self._keep(pl_module)
 
     def _keep(self, model: nn.Module) -> ParamDict:
@@ -296,7 +295,7 @@ class InformationInWeights(CenteredProbe):
             check_finite_tensors("prior_center", center)
         else:
             center = os.fspath(center)
-            if center not in ("initial", "zero") and not Path(center).is_file():
+            if center not in ("initial", "zero") and not os.path.isfile(center):
                 raise ValueError(
                     "`prior_center` must be 'initial', 'zero', a state dict or the path of a checkpoint, "
                     f"got {center!r}."
@@ -317,7 +316,7 @@ class InformationInWeights(CenteredProbe):
         with observing(pl_module):
             self._training_set = self.num_samples or _length(trainer.train_dataloader)
         known = self.begin(pl_module)
-        if self.prior_center == "initial" and not known and trainer.ckpt_path is not None:
+        if self.prior_center == "initial" and not known and trainer.ckpt_path:
             warn(
                 f"{self.state_key} found no prior centre in the checkpoint and measures from the resumed weights.",
             )
@@ -500,15 +499,15 @@ class _Trials:
         share = len(range(part, samples.total, parts)) / samples.total
         before = self.observed.losses[some].sum().item()
         model = samples.trainer.lightning_module
-
-        def loss() -> float:
-            return samples.losses(model, some).sum().item()
-
         more = []
         try:
             for std in stds:
-                noise = self.kept.noise(number, self.observed.moved)
-                losses = losses_with_noise(model, loss, self.family.draw(std), noise)
+                losses = losses_with_noise(
+                    model,
+                    lambda: samples.losses(model, some).sum().item(),
+                    self.family.draw(std),
+                    self.kept.noise(number, self.observed.moved),
+                )
                 more.append((fmean(losses) - before) / share)
         except Exception:  # e.g. out of memory: then NaN, on all processes
             more = [math.nan] * len(stds)

@@ -327,9 +327,10 @@ class Probe(Callback, ABC):
         step = self._measured_at = self._trainer.global_step
         self.history.append({"step": step, **values})
         totals, layers = parted(values)
-        every = [*layers.items()]
-        some = [every[i] for i in report.spread(len(every), self.max_layers)]
-        series = self._logged(totals | dict(some))
+        if len(layers) > self.max_layers:
+            every = [*layers.items()]
+            layers = dict(every[i] for i in report.spread(len(every), self.max_layers))
+        series = self._logged(totals | layers)
         for logger in self._trainer.loggers:
             logger.log_metrics(series, step=step)
         # Into the dict that checkpointing and early stopping read: `log_dict` would do the same, and
@@ -430,12 +431,12 @@ class Probe(Callback, ABC):
 
     def _settings(self) -> dict[str, Any]:
         """Return the arguments that this callback was made with, and its defaults for the others."""
-        settings = {}
-        for base in type(self).__mro__:
-            for name in inspect.signature(base).parameters:
-                if hasattr(self, name):
-                    settings[name] = getattr(self, name)
-        return settings
+        return {
+            name: getattr(self, name)
+            for base in type(self).__mro__
+            for name in inspect.signature(base).parameters
+            if hasattr(self, name)
+        }
 
     def _key(self, name: str) -> str:
         return f"{PREFIX}/{self.name}/{name}" if self.name else f"{PREFIX}/{name}"
