@@ -49,6 +49,7 @@ from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 from lightning_taskinfo._files import atomic_write, claim_folder, read_json, write_json
 from lightning_taskinfo._random import seed_from
 from lightning_taskinfo.data import load_dataset
+from lightning_taskinfo.distributions import CurvatureBlock
 from lightning_taskinfo.distributions.post_family import (
     PostFamily,
     losses_with_noise,
@@ -187,7 +188,8 @@ def measures(network: str, seed: int, share: float, training: dict) -> list[dict
         h = {name: SAMPLES * part for name, part in fisher.items()}
         moved = {name: weights[name] - start[name] for name in weights}
         distances = {name: part.double().square().sum().item() for name, part in moved.items()}
-        family = PostFamily(h, distances, beta=1.0)
+        blocks = {name: CurvatureBlock(part) for name, part in h.items()}
+        family = PostFamily(blocks, distances, beta=1.0)
         loss = summed_loss(model, inputs, targets)
         widths = [at_width(model, inputs, targets, family, std, seed) for std in STDS]
         best = min(widths, key=lambda row: row["c1"])

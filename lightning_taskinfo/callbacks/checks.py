@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_taskinfo._batches import Reader
-from lightning_taskinfo._calls import NoLogitsError, outputs_of
+from lightning_taskinfo._calls import NoLogitsError
 from lightning_taskinfo._lightning import Trainer
 from lightning_taskinfo._nested import first_samples, sample_count
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._sharded import gathered_parameters, sharded
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Norms
-from lightning_taskinfo.fisher.measure import Request, measure
+from lightning_taskinfo.fisher.measure import measure
 from lightning_taskinfo.functional.likelihood import (
     Bernoulli,
     Categorical,
@@ -36,11 +35,10 @@ def check_samples(probe: Any, model: nn.Module, inputs: Any, targets: Tensor | N
     Raises:
         ValueError: If it cannot be run, or its outputs are not what the probe needs.
     """
-    asked: Request = probe._asked
     sample_count(inputs)  # refuses what has none
     few, few_targets = first_samples(inputs, targets, 2)
     try:
-        outputs = outputs_of(model, few, asked.forward_fn)
+        outputs = probe.reader.outputs(model, few)
     except NoLogitsError:
         raise
     except Exception as error:
@@ -49,7 +47,7 @@ def check_samples(probe: Any, model: nn.Module, inputs: Any, targets: Tensor | N
             "set `forward_fn` to a function of (module, inputs) that returns the outputs."
         ) from error
     if sharded(model):  # what no hook follows is known now, not at the first measurement
-        request = replace(asked, labels="sampled")
+        request = replace(probe._asked, labels="sampled")
         measure(model, few, few_targets, request, Norms(sample_count(few)))
     probe._check_outputs(outputs, few_targets)
 
@@ -86,8 +84,10 @@ def check_module(probe: Any, trainer: Trainer, model: nn.Module) -> bool:
             "use a strategy that keeps them whole, e.g. 'ddp'."
         )
     if probe.max_samples < trainer.world_size:
-        needed = f"at least 1 for each of {trainer.world_size} processes with sharded weights"
-        raise ValueError(f"`max_samples` must be {needed}, got {probe.max_samples}.")
+        raise ValueError(
+            f"`max_samples` must be at least 1 for each of {trainer.world_size} processes with sharded weights, got "
+            f"{probe.max_samples}."
+        )
     gathered_parameters(model)  # refuses what it cannot gather
     return True
 
@@ -111,25 +111,23 @@ def first_losses(probe: Any, module: nn.Module) -> list[float]:
     It is that of the module in its own modes, from the random state that the training step will
     find: dropout and batch norm do the same in both. There is none where it cannot be compared.
     """
-    reader: Reader = probe.reader
     likelihood = as_likelihood(probe.likelihood)
-    comparable = isinstance(likelihood, Categorical | Bernoulli)  # those with one scale
-    if not comparable or any(noisy_weights(module)):
+    has_one_scale = isinstance(likelihood, Categorical | Bernoulli)
+    if not has_one_scale or any(noisy_weights(module)):
         return []
     modes = [(part, part.training) for part in module.modules()]
     try:
-        inputs, targets = reader.read(module, probe._batch)
+        inputs, targets = probe.reader.read(module, probe._batch)
         with observing(module), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for part, mode in modes:
                 part.training = mode
-            outputs = reader.outputs(module, inputs).float()
+            outputs = probe.reader.outputs(module, inputs).float()
             likelihood.check(outputs, targets)
             if targets is None or look_like_probabilities(outputs):
                 return []  # the latter has been said
             loss = -likelihood.log_prob(outputs, targets).double()  # [N]
-            counted = likelihood.counted(outputs, targets).double()
-            counted = counted.flatten(1).sum(1)  # [N]
+            counted = likelihood.counted(outputs, targets).flatten(1).double().sum(1)  # [N]
     except Exception:  # of the user's own code: measurements will say what is wrong
         return []
     means = [
@@ -147,8 +145,7 @@ def compare_losses(probe: Any, outputs: Any) -> None:
     trained = _trained_loss(probe._trainer, outputs)
     if trained is None or not math.isfinite(trained):
         return
-    near = [math.isclose(loss, trained, rel_tol=RELATIVE, abs_tol=ABSOLUTE) for loss in losses]
-    if not any(near):
+    if not any(math.isclose(loss, trained, rel_tol=RELATIVE, abs_tol=ABSOLUTE) for loss in losses):
         warn(
             f"{probe.state_key} finds a loss of {losses[0]:.4g} nats per sample on the first batch, and "
             f"`training_step` returned {trained:.4g}: what is measured may not be what is trained. `batch_fn`, "

@@ -6,21 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._nested import sample_count
+from lightning_taskinfo._nested import Pair, sample_count
 from lightning_taskinfo._ranges import check_choice
-from lightning_taskinfo._warn import warn
+from lightning_taskinfo._warn import reason_of, warn
 from lightning_taskinfo.callbacks.fisher_trace import by_layer
 from lightning_taskinfo.callbacks.probe import Probe
 from lightning_taskinfo.callbacks.source import (
     NotingSampler,
-    Pair,
     Samples,
     on_every_process,
     summed,
@@ -28,13 +28,10 @@ from lightning_taskinfo.callbacks.source import (
 from lightning_taskinfo.fisher.accumulators import TraceSums
 from lightning_taskinfo.fisher.measure import squared_norms_by_name
 from lightning_taskinfo.fisher.step_losses import StepLosses, losses_of
-from lightning_taskinfo.plotting import plot_ranking
+from lightning_taskinfo.plotting import Drawn, Given, plot_ranking
 
-if TYPE_CHECKING:
-    from lightning_taskinfo.plotting import Axes, Figure
-
-Score: TypeAlias = Literal["loss", "squared_norm"]
-Losses: TypeAlias = Callable[[], tuple[Tensor, Tensor]]  # sums and counts of a step
+Score = Literal["loss", "squared_norm"]
+Losses = Callable[[], tuple[Tensor, Tensor]]  # sums and counts of a step
 LARGEST = 10**9  # number of a sample: memory grows with it
 LISTED = 100  # samples in the table of the loggers
 STEPS = 128  # whose losses are added up at once
@@ -104,7 +101,7 @@ class SampleScores:
         rows = [form.format(**row) for row in self.top(10)]
         return "\n".join([" rank  index     loss  squared norm  seen", *rows])
 
-    def plot(self, *, k: int = 50, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+    def plot(self, *, k: int = 50, ax: Given = None) -> Drawn:
         """Draw all scores, the largest first; needs matplotlib.
 
         Args:
@@ -125,9 +122,9 @@ class SampleSums:
 
     def __init__(self, table: Tensor | None = None) -> None:
         self._table = torch.zeros(5, 0, device="cpu") if table is None else table
-        self._waiting: list[tuple[list[int], Losses, Tensor | None]] = []
+        self._waiting: list[tuple[list[int], Losses, Tensor]] = []
 
-    def add(self, numbers: list[int], losses: Losses, norms: Tensor | None = None) -> None:
+    def add(self, numbers: list[int], losses: Losses, norms: Tensor) -> None:
         """Add what a step has shown: several at once, since they take little longer than one.
 
         Args:
@@ -152,14 +149,10 @@ class SampleSums:
         index = as_index([*chain.from_iterable(steps)]).to(self._table.device)
         missing = int(index.max()) + 1 - self._table.shape[1]
         if missing > 0:
-            self._table = torch.nn.functional.pad(self._table, (0, missing))
-        values = self._table.new_full((2, len(index)), math.nan)
+            self._table = F.pad(self._table, (0, missing))
+        values = self._table.new_empty(2, len(index))
         values[0] = losses_of([read() for read in losses])
-        start = 0
-        for numbers, of_step in zip(steps, norms, strict=True):
-            if of_step is not None:
-                values[1, start : start + len(numbers)] = of_step
-            start += len(numbers)
+        values[1] = torch.cat(norms)
         finite = values.isfinite()
         seen = finite.new_ones(1, len(index))
         added = torch.cat([torch.where(finite, values, 0), finite, seen])
@@ -230,6 +223,7 @@ class HardSamples(Probe):
 
     default_every_n_steps = 500
     ylabel = "mean squared gradient norm"
+    _sums: SampleSums
 
     def __init__(
         self,
@@ -251,7 +245,6 @@ class HardSamples(Probe):
         self.norms = norms
         self.headline = ("squared_gradient_norm",) if norms else ("sample_loss",)
         self._index_fn = index_fn
-        self._sums = SampleSums()
         self._noting: list[Any] = []  # loaders whose samplers note what they draw
 
     @property
@@ -268,9 +261,8 @@ class HardSamples(Probe):
                 f"{self.state_key} needs automatic optimization, got a module that does its own."
             )
         self._first_step = True
-        self._is_pair = False  # every batch, as the first one has shown
         self._numbers: Any = None  # of the samples, until they are added
-        self._problem: str | None = NOT_READ
+        self._problem = NOT_READ  # empty if the step was read
         self._by_sample: Tensor | None = None  # squared norms, of the first ones of this step
         self._sharded &= self.norms  # otherwise the module is not called by us
         strategy: Any = trainer.strategy
@@ -291,6 +283,7 @@ class HardSamples(Probe):
         if trainer.global_rank:  # it counts once
             table = table[:, :0]
         self._sums = SampleSums(table.to(pl_module.device))
+        self._no_norm = self._sums.table.new_full((1,), math.nan)
         self._drawn: list[Any] | None = None  # in this epoch,
         self._skipped: int | None = None  # from this batch on
         self._follow = True  # whether samples are known by number
@@ -298,7 +291,7 @@ class HardSamples(Probe):
             return
         loader: Any = trainer.train_dataloader
         collate = getattr(loader, "collate_fn", None)
-        home = getattr(collate, "__module__", type(collate).__module__)
+        home = str(getattr(collate, "__module__", ""))
         self._follow = isinstance(getattr(loader, "batch_sampler", None), NotingSampler)
         if not self._follow:
             problem = (
@@ -323,16 +316,8 @@ class HardSamples(Probe):
 
     # The training step
 
-    def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._batch_idx = batch_idx
-        self._numbers = None
+    def on_train_batch_start(self, *step: Any) -> None:
+        super().on_train_batch_start(*step)
         self._problem = NOT_READ
 
     def on_before_backward(
@@ -343,17 +328,19 @@ class HardSamples(Probe):
     ) -> None:
         try:
             self._read(loss)
-            self._problem = None
+            self._problem = ""
         except Exception as error:
             if self._first_step:
                 raise
-            self._problem = str(error)  # which leaves a gap
+            self._problem = reason_of(error)  # which leaves a gap
         self._first_step = False
 
     def _read(self, loss: Tensor) -> None:
         """Read the losses and the numbers of the samples."""
         pair = self._batch
-        if not self._is_pair or type(pair) is not list or len(pair) != 2:
+        # As most batches are: reading them like the others takes a tenth of the time.
+        is_plain = type(pair) is list and [*map(type, pair)] == [Tensor, Tensor]
+        if self.reader.batch_fn or not is_plain:
             pair = self.reader.read(None, pair)
         inputs, targets = pair
         size = sample_count(inputs)
@@ -361,15 +348,11 @@ class HardSamples(Probe):
             self._numbers = self._numbers_of(size)
         losses = StepLosses(loss, size, targets)
         self._losses: Any = losses.later()
-        if self._first_step:
-            if losses.problem and self.rank_by == "loss":
-                raise ValueError(
-                    f"{self.state_key} cannot read the losses of samples: {losses.problem}. Set `batch_fn` to a "
-                    "function of the batch that returns inputs and the targets of the loss, or rank_by='squared_norm'."
-                )
-            # Reading all other batches like this one saves a tenth of the time.
-            in_place = isinstance(self._batch, list) and inputs is self._batch[0]
-            self._is_pair = in_place and self.reader.batch_fn is None
+        if self._first_step and losses.problem and self.rank_by == "loss":
+            raise ValueError(
+                f"{self.state_key} cannot read the losses of samples: {losses.problem}. Set `batch_fn` to a "
+                "function of the batch that returns inputs and the targets of the loss, or rank_by='squared_norm'."
+            )
 
     def _numbers_of(self, size: int) -> Any:
         """Return the numbers of the samples in the batch."""
@@ -377,14 +360,16 @@ class HardSamples(Probe):
             numbers = self._index_fn(self._batch)
             if isinstance(numbers, Tensor):
                 numbers = numbers.tolist()
+            as_index(numbers)  # or say so
         else:
+            batch_idx = self._trainer.fit_loop.batch_idx
             if self._drawn is None:
                 self._drawn = self._trainer.train_dataloader.batch_sampler.drawn
             if self._skipped is None:  # a training that is resumed within an epoch
-                self._skipped = self._batch_idx
-            numbers = self._drawn[self._batch_idx - self._skipped]
-        if self._first_step or self._index_fn is not None:
-            as_index(numbers)  # or say so
+                self._skipped = batch_idx
+            numbers = self._drawn[batch_idx - self._skipped]
+            if self._first_step:
+                as_index(numbers)  # or say so
         if len(numbers) != size:
             raise ValueError(f"{ONE_EACH} of {size} samples, got {len(numbers)}.")
         return numbers
@@ -394,11 +379,11 @@ class HardSamples(Probe):
         by_sample, self._by_sample = self._by_sample, None
         # Once: Lightning also ends batches that it has not begun.
         numbers, self._numbers = self._numbers, None
-        if numbers is None or self._problem is not None:
+        if numbers is None or self._problem:
             return
-        norms = None
+        norms = self._no_norm.expand(len(numbers))
         if by_sample is not None:
-            norms = by_sample.new_full((len(numbers),), math.nan)
+            norms = norms.clone()
             norms[: len(by_sample)] = by_sample
         self._sums.add(numbers, self._losses, norms)
 
@@ -411,7 +396,7 @@ class HardSamples(Probe):
 
     def observe(self, model: nn.Module, samples: Samples) -> tuple[list[str], list[float]]:
         """Return the names of parameters, and sums over samples: of squared norms, and of losses."""
-        if self._problem is not None:
+        if self._problem:
             raise RuntimeError(self._problem)
         losses = losses_of([self._losses()])
         losses = losses[losses.isfinite()]
@@ -438,7 +423,7 @@ class HardSamples(Probe):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._sums = SampleSums(self._table_of_all())
-        if not self.history and self._problem is None:  # shorter than `every_n_steps`
+        if not (self.history or self._problem):  # shorter than `every_n_steps`
             self._extra = self._measure()
         super().on_train_end(trainer, pl_module)
 

@@ -4,8 +4,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +12,12 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._files import read_checkpoint
 from lightning_taskinfo._lightning import LightningModule, Trainer
-from lightning_taskinfo._observe import ParamDict, observing
+from lightning_taskinfo._observe import (
+    ParamDict,
+    at_least_float32,
+    observing,
+    trainable_parameters,
+)
 from lightning_taskinfo._ranges import (
     check_choice,
     check_counts,
@@ -30,13 +33,13 @@ from lightning_taskinfo.callbacks.source import (
     on_every_process,
     readable,
 )
+from lightning_taskinfo.distributions import CurvatureBlock, kronecker_curvature
 from lightning_taskinfo.distributions.post_family import Noises, PostFamily, losses_with_noise
 from lightning_taskinfo.fisher.kron import KroneckerSums, as_factors, kronecker_sums
 from lightning_taskinfo.fisher.measure import squared_gradients_by_name
 from lightning_taskinfo.functional.information import InformationTerms, added, label_entropy
 from lightning_taskinfo.functional.likelihood import Categorical
 
-Start = str | Mapping[str, Tensor]
 Parts = dict[str, InformationTerms]  # by name of the weight
 AUTO_STDS = tuple(10 ** (j / 4) for j in range(-12, 5))  # 0.001 to 10
 PARTS = 2  # of the samples, one for each noise in turn
@@ -55,16 +58,12 @@ class CenteredProbe(Probe):
         center: The weights by name.
     """
 
-    prior_center: Start = "initial"
+    prior_center: str | Mapping[str, Tensor] = "initial"
     needs_plain_weights = True
 
-    def __init__(self, **probe: Any) -> None:
-        super().__init__(**probe)
+    def _forget(self) -> None:
         self.center: ParamDict = {}
         self._frozen: list[nn.Parameter] = []
-
-    def _forget(self) -> None:
-        self.center = {}
 
     def begin(self, model: nn.Module) -> bool:
         """Keep what is trainable now and not kept yet; return whether anything was kept before.
@@ -76,8 +75,8 @@ class CenteredProbe(Probe):
             ValueError: If a checkpoint of the user's cannot be read, or has no weight of the model.
         """
         shapes = {name: p.shape for name, p in model.named_parameters()}
-        before = self.center
-        self.center = {name: w for name, w in before.items() if shapes.get(name) == w.shape}
+        kept = self.center.items()
+        self.center = {name: w for name, w in kept if shapes.get(name) == w.shape}
         known = bool(self.center)
         self._keep(model)
         return known
@@ -88,15 +87,14 @@ class CenteredProbe(Probe):
         pl_module: LightningModule,
         optimizer: Any,
     ) -> None:
-        # At every step, so the same objects; and without them not even a loop.
-        if self._frozen and any(p.requires_grad for p in self._frozen):
+        # At every step, so only the objects that were frozen.
+        if any(p.requires_grad for p in self._frozen):
             self._keep(pl_module)
 
     def _keep(self, model: nn.Module) -> ParamDict:
         """Keep what has become trainable, before an optimizer moves it; return all that is."""
-        every = dict(model.named_parameters())
-        self._frozen = [p for p in every.values() if not p.requires_grad]
-        weights = {name: p.detach() for name, p in every.items() if p.requires_grad}
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        weights = {name: p.detach() for name, p in trainable_parameters(model).items()}
         new = {name: w for name, w in weights.items() if name not in self.center}
         if self.prior_center != "zero" and new:
             stored = {} if self.prior_center == "initial" else self._stored(new)
@@ -109,10 +107,11 @@ class CenteredProbe(Probe):
         stored: Any = self.prior_center
         if isinstance(stored, str):
             stored = read_checkpoint("prior_center", stored).state
-        found = {}
-        for name, w in weights.items():
-            if name in stored and stored[name].shape == w.shape:
-                found[name] = stored[name]
+        found = {
+            name: stored[name]
+            for name, w in weights.items()
+            if name in stored and stored[name].shape == w.shape
+        }
         check_finite_tensors("prior_center", found)
         if not found and not self.center:
             raise ValueError(
@@ -130,7 +129,7 @@ class CenteredProbe(Probe):
         """Return how far each trainable weight is from the centre, in float32 or better."""
         moved = {}
         for name, weight in self._keep(model).items():
-            w = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            w = at_least_float32(weight)
             moved[name] = w - (0 if self.prior_center == "zero" else self.center[name].to(w.device))
         return moved
 
@@ -156,8 +155,42 @@ class _Observed(NamedTuple):
 
     fisher: ParamDict | KroneckerSums  # of this process
     losses: Tensor  # of its samples, NaN where they are not known
-    squares: dict[str, float]  # squared length of each weight's displacement
+    distances: dict[str, float]  # squared length of each weight's displacement
     moved: ParamDict  # the displacement of those weights that have one
+
+
+@dataclass
+class _Widths:
+    """Which widths of the pre-distribution to compare: the whole grid at first, then the last best and a neighbour.
+
+    Attributes:
+        chosen: The number of the last best one, of :data:`AUTO_STDS`.
+        direction: To the neighbour that is tried next.
+        tries: Whether one was tried at the last measurement: it is every second time.
+    """
+
+    chosen: int | None = None
+    direction: int = 1
+    tries: bool = True
+
+    def next(self) -> list[float]:
+        """Return the widths to compare now."""
+        if self.chosen is None:
+            return [*AUTO_STDS]
+        numbers = [self.chosen]
+        self.tries = not self.tries
+        if self.tries:
+            if not 0 <= self.chosen + self.direction < len(AUTO_STDS):
+                self.direction *= -1
+            numbers.append(self.chosen + self.direction)
+        return [AUTO_STDS[number] for number in numbers]
+
+    def choose(self, std: float) -> None:
+        """Note the best one; it goes on in the same direction only from a neighbour that was better."""
+        best = AUTO_STDS.index(std)
+        if self.tries and best == self.chosen:
+            self.direction *= -1
+        self.chosen = best
 
 
 class InformationInWeights(CenteredProbe):
@@ -262,7 +295,7 @@ class InformationInWeights(CenteredProbe):
             check_finite_tensors("prior_center", center)
         else:
             center = os.fspath(center)
-            if center not in ("initial", "zero") and not Path(center).is_file():
+            if center not in ("initial", "zero") and not os.path.isfile(center):
                 raise ValueError(
                     "`prior_center` must be 'initial', 'zero', a state dict or the path of a checkpoint, "
                     f"got {center!r}."
@@ -271,22 +304,19 @@ class InformationInWeights(CenteredProbe):
         self.structure = structure
         self.draws = draws
         self.num_samples = num_samples
-        self._forget()
         self._noises = Noises(self.seed)
         self._distrusted = False
 
     def _forget(self) -> None:
         super()._forget()
-        self._chosen: int | None = None  # of AUTO_STDS, at the last measurement
-        self._direction = 1  # to the neighbour that is tried next
-        self._tries = True  # whether one was tried at the last measurement
+        self._widths = _Widths()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         with observing(pl_module):
             self._training_set = self.num_samples or _length(trainer.train_dataloader)
         known = self.begin(pl_module)
-        if self.prior_center == "initial" and not known and trainer.ckpt_path is not None:
+        if self.prior_center == "initial" and not known and trainer.ckpt_path:
             warn(
                 f"{self.state_key} found no prior centre in the checkpoint and measures from the resumed weights.",
             )
@@ -294,42 +324,41 @@ class InformationInWeights(CenteredProbe):
     def observe(self, model: nn.Module, samples: Samples) -> _Observed:
         """Measure this process's part of the Fisher information and of the loss."""
         displacement = self.displacement(model)
-        squares = {}
-        for name, part in displacement.items():
-            length = torch.linalg.vector_norm(part, dtype=torch.float64)
-            squares[name] = length.item() ** 2
-        moved = {name: part for name, part in displacement.items() if squares[name]}
-        if not moved:  # as at the start: there is no Gaussian
-            return _Observed({}, samples.losses(model), squares, moved)
+        distances = {
+            name: torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2
+            for name, part in displacement.items()
+        }
+        moved = {name: part for name, part in displacement.items() if distances[name]}
         batch = (model, samples.inputs, samples.targets)
-        if self.structure == "diagonal":
+        fisher: Any = {}
+        if moved and self.structure == "diagonal":
             request: Any = samples.request(LossOnTheWay)
-            diagonal = squared_gradients_by_name(*batch, request)
-            return _Observed(diagonal, torch.cat(request.likelihood.losses), squares, moved)
-        sums = KroneckerSums(model)
-        if samples.counted:
-            sums = kronecker_sums(*batch, samples.request())
-        return _Observed(sums, samples.losses(model), squares, moved)
+            fisher = squared_gradients_by_name(*batch, request)
+            return _Observed(fisher, torch.cat(request.likelihood.losses), distances, moved)
+        if moved:  # otherwise, as at the start, there is no Gaussian
+            fisher = KroneckerSums(model)
+            if samples.counted:
+                fisher = kronecker_sums(*batch, samples.request())
+        return _Observed(fisher, samples.losses(model), distances, moved)
 
     def summarise(self, observed: _Observed, samples: Samples) -> dict[str, float]:
         """Put the parts of all processes together, and measure the loss under the Gaussian that they give."""
         scale = self._training_set / samples.total
         loss = samples.summed([observed.losses.sum().item()]).item() * scale
-        std = math.nan if isinstance(self.prior_std, str) else self.prior_std
+        std, widths = self.prior_std, None
+        if isinstance(std, str):
+            std, widths = math.nan, self._widths
         choices = 1
         if observed.moved:
             family = self._family(observed, samples, scale)
             trials = _Trials(observed, family, samples, self._noises, self.draws // 2, loss, scale)
-            candidates = self._candidates()
-            std, parts, losses = trials.best(candidates)
+            std, parts, losses = trials.best(widths.next() if widths else [std])
             expected, error = fmean(losses), math.nan
             if len(losses) > 1 and all(map(math.isfinite, losses)):  # over noises
                 error = stdev(losses) / math.sqrt(len(losses))
-            if self.prior_std == "auto":
+            if widths:
                 choices = len(AUTO_STDS)
-                self._chosen = AUTO_STDS.index(std)
-            if len(candidates) == 2 and std == candidates[0]:  # otherwise on in this direction
-                self._direction = -self._direction
+                widths.choose(std)
         else:  # without a distance from the centre there is nothing to know: no noise, no nats
             zero = torch.zeros((), dtype=torch.float64, device="cpu")
             parts = {"": InformationTerms(zero, zero, zero, zero, self.beta)}
@@ -341,7 +370,7 @@ class InformationInWeights(CenteredProbe):
             "information_nats": terms.kl.item(),
             "displacement_nats": terms.displacement.item(),
             "curvature_nats": terms.curvature.item(),
-            "squared_displacement": math.fsum(observed.squares.values()),
+            "squared_displacement": math.fsum(observed.distances.values()),
             "prior_std": std,
             "loss_nats": loss,
             "expected_loss_nats": expected,
@@ -354,7 +383,7 @@ class InformationInWeights(CenteredProbe):
         }
         self._warn_of_misfit(values)
         if self.per_layer:
-            for name in observed.squares:  # one that has not moved has no nats
+            for name in observed.distances:  # one that has not moved has no nats
                 key = f"information_nats/{self.group_fn(name) or 'module'}"
                 nats = parts[name].kl.item() if name in parts else 0.0
                 values[key] = values.get(key, 0.0) + nats
@@ -363,36 +392,19 @@ class InformationInWeights(CenteredProbe):
     def _family(self, observed: _Observed, samples: Samples, scale: float) -> PostFamily:
         """Return the Gaussians around the network, from the Fisher information of all processes' samples."""
         fisher = observed.fisher
-        curvature = {}
-        bases = {}
+        distances = {name: observed.distances[name] for name in observed.moved}
         if isinstance(fisher, KroneckerSums):
-            factors = as_factors(fisher.summed(samples.summed), samples.total)
-            for name, part in observed.moved.items():
-                eigenvalues, left, right = factors[name].eigen()
-                bases[name] = (left, right)
-                curvature[name] = self._training_set * eigenvalues.view_as(part)
-        else:
-            for name, part in observed.moved.items():
-                squares = fisher[name]
-                if samples.trainer.world_size > 1:
-                    squares = samples.summed(squares)
-                curvature[name] = squares.view_as(part) * scale
-        distances = {name: observed.squares[name] for name in curvature}
-        return PostFamily(curvature, distances, self.beta, bases)
-
-    def _candidates(self) -> list[float]:
-        """Return the widths to compare: the whole grid first; then the last and, every second time, a neighbour."""
-        if not isinstance(self.prior_std, str):
-            return [self.prior_std]
-        if self._chosen is None:
-            return [*AUTO_STDS]
-        candidates = [AUTO_STDS[self._chosen]]
-        self._tries = not self._tries
-        if self._tries:
-            if self._chosen == (len(AUTO_STDS) - 1 if self._direction > 0 else 0):
-                self._direction = -self._direction
-            candidates.append(AUTO_STDS[self._chosen + self._direction])
-        return candidates
+            every = as_factors(fisher.summed(samples.summed), samples.total)
+            factors = {name: every[name] for name in distances}
+            curvature = kronecker_curvature(factors, scale=self._training_set)
+            return PostFamily(curvature, distances, self.beta)
+        blocks = {}
+        for name in distances:
+            squares = fisher[name]
+            if samples.trainer.world_size > 1:
+                squares = samples.summed(squares)
+            blocks[name] = CurvatureBlock(squares * scale)
+        return PostFamily(blocks, distances, self.beta)
 
     def _label_nats(self, samples: Samples) -> float:
         """Return what a code for the labels needs without a network; NaN if not class labels."""
@@ -420,19 +432,12 @@ class InformationInWeights(CenteredProbe):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "chosen": self._chosen,
-            "direction": self._direction,
-            "tries": self._tries,
-            "prior": (self.prior_std, self.beta),
-        }
+        prior = (self.prior_std, self.beta)
+        return {**super().state_dict(), **vars(self._widths), "prior": prior}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._chosen = state_dict["chosen"]
-        self._direction = state_dict["direction"]
-        self._tries = state_dict["tries"]
+        self._widths = _Widths(state_dict["chosen"], state_dict["direction"], state_dict["tries"])
         before = tuple(state_dict["prior"])
         now = (self.prior_std, self.beta)
         if before != now:
@@ -468,16 +473,18 @@ class _Trials:
 
         The first of equal ones; what could not be measured is the worst.
         """
-        terms = dict(zip(stds, self.family.terms(stds), strict=True))
-        first = dict(zip(stds, self._losses(0, stds), strict=True))
+        terms = self.family.terms(stds)
+        first = self._losses(0, stds)
 
-        def length(std: float) -> float:
-            nats = added(terms[std].values()).code_length(first[std]).item()
+        def length(width: int) -> float:
+            nats = added(terms[width].values()).code_length(first[width]).item()
             return math.inf if math.isnan(nats) else nats
 
-        best = min(stds, key=length)
-        others = [self._losses(number, [best]) for number in range(1, self.noises)]
-        return best, terms[best], [first[best], *chain.from_iterable(others)]
+        best = min(range(len(stds)), key=length)
+        losses = [first[best]]
+        for number in range(1, self.noises):
+            losses += self._losses(number, [stds[best]])
+        return stds[best], terms[best], losses
 
     def _losses(self, number: int, stds: Sequence[float]) -> list[float]:
         """Return the loss of the training set under one noise of both signs, for each width.
@@ -492,15 +499,15 @@ class _Trials:
         share = len(range(part, samples.total, parts)) / samples.total
         before = self.observed.losses[some].sum().item()
         model = samples.trainer.lightning_module
-
-        def loss() -> float:
-            return samples.losses(model, some).sum().item()
-
         more = []
         try:
             for std in stds:
-                noise = self.kept.noise(number, self.observed.moved)
-                losses = losses_with_noise(model, loss, self.family.draw(std), noise)
+                losses = losses_with_noise(
+                    model,
+                    lambda: samples.losses(model, some).sum().item(),
+                    self.family.draw(std),
+                    self.kept.noise(number, self.observed.moved),
+                )
                 more.append((fmean(losses) - before) / share)
         except Exception:  # e.g. out of memory: then NaN, on all processes
             more = [math.nan] * len(stds)

@@ -108,12 +108,11 @@ class PACBayesCertificate(CenteredProbe):
         self.delta = delta
         self.delta_draws = delta_draws
         self.certificate: Certificate | None = None
-        self._fixed: dict[str, str] = {}  # hashes of frozen weights and buffers at the start
         self._late = False
 
     def _forget(self) -> None:
         super()._forget()
-        self._fixed = {}
+        self._fixed: dict[str, str] = {}  # hashes of frozen weights and buffers at the start
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)

@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_taskinfo._batches import Reader
 from lightning_taskinfo._lightning import Callback, LightningModule, Trainer
-from lightning_taskinfo._nested import filled_up, size
+from lightning_taskinfo._nested import Pair, filled_up, size
 from lightning_taskinfo._observe import layer_of, observing, trainable_parameters
 from lightning_taskinfo._ranges import (
     check_choice,
@@ -37,7 +37,7 @@ from lightning_taskinfo._sharded import resharding
 from lightning_taskinfo._wandb import PREFIX
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.callbacks import checks, report
-from lightning_taskinfo.callbacks.source import Pair, Samples, Source, on_every_process
+from lightning_taskinfo.callbacks.source import Samples, Source, on_every_process
 from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.functional.likelihood import (
     Categorical,
@@ -46,12 +46,8 @@ from lightning_taskinfo.functional.likelihood import (
     as_likelihood,
     look_like_probabilities,
 )
-from lightning_taskinfo.plotting import plot_curves
+from lightning_taskinfo.plotting import Drawn, Given, plot_curves
 
-if TYPE_CHECKING:
-    from lightning_taskinfo.plotting import Axes, Figure
-
-T = TypeVar("T")
 KEPT_ROWS = 256  # of the history, in a checkpoint
 
 
@@ -149,23 +145,24 @@ class Probe(Callback, ABC):
         forward_fn: Callable[[Any, Any], Any] | None = None,
         group_fn: Callable[[str], str] | None = None,
     ) -> None:
-        if every_n_steps is not None and every_n_epochs is not None:
-            raise ValueError(
-                f"`every_n_epochs` must be left out beside `every_n_steps`, got {every_n_epochs}."
-            )
         check_counts(
             every_n_steps=every_n_steps, every_n_epochs=every_n_epochs, max_samples=max_samples
         )
+        if every_n_steps and every_n_epochs:
+            raise ValueError(
+                f"`every_n_epochs` must be left out beside `every_n_steps`, got {every_n_epochs}."
+            )
         check_not_negative(max_layers=max_layers)
         check_seed(seed)
         check_choice(["train_batch", "train", "val"], data=data)
         self._asked = Request(labels, likelihood, mc_samples, forward_fn=forward_fn)
-        if every_n_steps is None and every_n_epochs is None:
+        if not (every_n_steps or every_n_epochs):
             every_n_steps, every_n_epochs = self.default_every_n_steps, self.default_every_n_epochs
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
-        scheduled = every_n_steps is not None or every_n_epochs is not None
-        self.at_start = (self.default_at_start and scheduled) if at_start is None else at_start
+        if at_start is None:
+            at_start = self.default_at_start and bool(every_n_steps or every_n_epochs)
+        self.at_start = at_start
         self.max_samples = max_samples
         self.data = data
         self.labels = labels
@@ -183,6 +180,7 @@ class Probe(Callback, ABC):
         self._extra = False  # whether the last measurement was made because a fit ended,
         self._resumed_extra = False  # in the run that is resumed
         self._module: ref[LightningModule] | None = None  # of the last fit
+        self._forget()
 
     @abstractmethod
     def observe(self, model: nn.Module, samples: Samples) -> Any:
@@ -192,7 +190,7 @@ class Probe(Callback, ABC):
     def summarise(self, observed: Any, samples: Samples) -> Mapping[str, float]:
         """Return the scalars to log from what was observed, the same on every process; may sum over processes."""
 
-    def plot(self, *, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
+    def plot(self, *, ax: Given = None) -> Drawn:
         """Draw the history; needs matplotlib.
 
         Args:
@@ -218,7 +216,7 @@ class Probe(Callback, ABC):
         self._module = ref(pl_module)
 
     def _forget(self) -> None:
-        """Let go of what belongs to the module of an earlier fit."""
+        """Begin anew, without what belongs to the module of an earlier fit."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resumed_extra:
@@ -226,7 +224,6 @@ class Probe(Callback, ABC):
         self._resumed_extra = self._extra = False
         self._last_step = trainer.global_step  # after the last batch
         self._measured_at = -1  # the last measurement of this fit
-        self._begun = False
         self._source: Any = Source(
             trainer, self.data, self.max_samples, self.seed, self.reader, self.split_over_ranks
         )
@@ -243,10 +240,12 @@ class Probe(Callback, ABC):
             if not isinstance(inputs, Tensor) or len(inputs):  # otherwise others have the samples
                 with resharding(model):
                     checks.check_samples(self, model, inputs, targets)
-        # Once for all that read batches in this way.
-        comparing = [other for other in trainer.callbacks if getattr(other, "_first_losses", None)]
-        ways = [(other.reader, other.likelihood) for other in comparing]
-        if (self.reader, self.likelihood) not in ways and not self._sharded:
+        compared = [  # once for all that read batches in one way
+            (other.reader, other.likelihood)
+            for other in trainer.callbacks
+            if getattr(other, "_first_losses", None)
+        ]
+        if (self.reader, self.likelihood) not in compared and not self._sharded:
             self._first_losses = checks.first_losses(self, model)
         if self.at_start and trainer.global_step == 0:
             self._measure()
@@ -268,10 +267,10 @@ class Probe(Callback, ABC):
         batch: Any,
         *_: Any,
     ) -> None:
+        is_first = self._batch is None
         # As the training step gets it: one that pops the labels takes them out of its own dict.
         self._batch = copy.copy(batch) if hasattr(batch, "keys") else batch
-        if not self._begun:
-            self._begun = True
+        if is_first:
             self._begin()
 
     def on_train_batch_end(
@@ -290,11 +289,11 @@ class Probe(Callback, ABC):
             self._measure()
 
     def _due(self, trainer: Trainer) -> bool:
-        if self.every_n_steps is not None:
+        if every := self.every_n_steps:
             last, self._last_step = self._last_step, trainer.global_step
-            return self._last_step // self.every_n_steps != last // self.every_n_steps
+            return self._last_step // every != last // every
         every = self.every_n_epochs  # first: this is asked at every batch, and looking up counts
-        if every is None or not trainer.is_last_batch:
+        if not every or not trainer.is_last_batch:
             return False
         return (trainer.current_epoch + 1) % every == 0
 
@@ -318,21 +317,19 @@ class Probe(Callback, ABC):
 
     def _measure(self) -> bool:
         """Measure, keep and log; return whether it succeeded."""
-        if self.data != "train_batch" and self._source.pool is None:
-            return False
         model = self._trainer.lightning_module
         with observing(model):
             values = self._values(model)
         if values is None:
-            self._failed(RuntimeError("another process failed"))
+            if not self._source.missing:
+                self._failed(RuntimeError("another process failed, or has too few samples yet"))
             return False
         step = self._measured_at = self._trainer.global_step
         self.history.append({"step": step, **values})
         totals, layers = parted(values)
         if len(layers) > self.max_layers:
-            names = [*layers]
-            some = report.spread(len(names), self.max_layers)
-            layers = {names[i]: layers[names[i]] for i in some}
+            every = [*layers.items()]
+            layers = dict(every[i] for i in report.spread(len(every), self.max_layers))
         series = self._logged(totals | layers)
         for logger in self._trainer.loggers:
             logger.log_metrics(series, step=step)
@@ -346,16 +343,17 @@ class Probe(Callback, ABC):
     def _values(self, model: nn.Module) -> Mapping[str, float] | None:
         """Measure on every process; None where any has failed, of which all know before one waits for another."""
         part = None
-        pair = self._tried(self._pair, model)
+        # As long as samples are collected, there is nothing to fail with.
+        pair: Any = None if self._source.missing else self._tried(self._pair, model)
         sizes = on_every_process(self._trainer, -1 if pair is None else size(pair[0]))
         if min(sizes) >= 0:
-            part = self._tried(self._observed, model, pair, sizes)
+            part = self._tried(self._observed, model, sizes, *pair)
         together = self._trainer.strategy.reduce_boolean_decision(part is not None)
         if part is None or not together:
             return None
         return self._tried(self.summarise, *part)
 
-    def _tried(self, work: Callable[..., T], *arguments: Any) -> T | None:
+    def _tried(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Return what something returns; None and a warning where it fails."""
         try:
             return work(*arguments)
@@ -365,24 +363,25 @@ class Probe(Callback, ABC):
 
     def _failed(self, error: Exception) -> None:
         if not self._warned:
-            step = self._trainer.global_step
             warn(
-                f"{self.state_key} could not measure at step {step} ({type(error).__name__}: {error}); "
-                "training goes on, and the same is not reported again.",
+                f"{self.state_key} could not measure at step {self._trainer.global_step} ({type(error).__name__}: "
+                f"{error}); training goes on, and the same is not reported again.",
             )
         self._warned = True
 
     def _pair(self, model: nn.Module) -> Pair:
         check_finite(model)
-        return self._source.read(self._batch)
+        inputs, targets = self._source.read(self._batch)
+        size(inputs)  # or fail here, before other processes wait
+        return inputs, targets
 
     def _observed(
         self,
         model: nn.Module,
-        pair: Pair,
         sizes: list[int],
+        inputs: Any,
+        targets: Tensor | None,
     ) -> tuple[Any, Samples]:
-        inputs, targets = pair
         rank = self._trainer.global_rank
         first, total = 0, sizes[rank]
         if self.split_over_ranks:
@@ -424,7 +423,7 @@ class Probe(Callback, ABC):
         """Give a table, and its figure if there is one and matplotlib, to the loggers."""
         loggers = self._loggers()
         figure = None
-        if loggers and plot is not None and find_spec("matplotlib"):  # drawing takes a while
+        if loggers and plot and find_spec("matplotlib"):  # drawing takes a while
             figure, _ = plot()
         for logger in loggers:
             key = self._key(f"{name}_table")
@@ -432,12 +431,12 @@ class Probe(Callback, ABC):
 
     def _settings(self) -> dict[str, Any]:
         """Return the arguments that this callback was made with, and its defaults for the others."""
-        settings = {}
-        for base in type(self).__mro__:
-            for name in inspect.signature(base).parameters:
-                if hasattr(self, name):
-                    settings[name] = getattr(self, name)
-        return settings
+        return {
+            name: getattr(self, name)
+            for base in type(self).__mro__
+            for name in inspect.signature(base).parameters
+            if hasattr(self, name)
+        }
 
     def _key(self, name: str) -> str:
         return f"{PREFIX}/{self.name}/{name}" if self.name else f"{PREFIX}/{name}"
@@ -483,9 +482,10 @@ def parted(row: Mapping[str, float]) -> tuple[report.Row, report.Row]:
 
 def check_finite(model: nn.Module) -> None:
     """Raise a ``ValueError`` if a trainable weight is NaN or infinite."""
-    weights = {}
-    for name, p in trainable_parameters(model).items():
-        weights[name] = getattr(p, "to_local", p.detach)().detach()
+    weights = {
+        name: getattr(p, "to_local", p.detach)().detach()
+        for name, p in trainable_parameters(model).items()
+    }
     sums = torch.stack([w.sum() for w in weights.values()])
     if not bool(sums.isfinite().all()):  # first: this runs at every measurement
         check_finite_tensors("weights", weights)

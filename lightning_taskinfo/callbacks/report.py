@@ -53,7 +53,7 @@ def thinned(history: Sequence[Row], names: Iterable[str], limit: int) -> list[Ro
         >>> [row["step"] for row in thinned(history, ["a"], limit=3)]
         [0, 3, 4, 8]
     """
-    kept = {*spread(len(history), min(limit, len(history)))}
+    kept = {*spread(len(history), limit)}
     for name in names:
         values = [(row[name], i) for i, row in enumerate(history) if is_known([row], name)]
         if values:
@@ -62,12 +62,13 @@ def thinned(history: Sequence[Row], names: Iterable[str], limit: int) -> list[Ro
 
 
 def spread(total: int, n: int) -> list[int]:
-    """Return ``n`` of ``total`` numbers, evenly from the first to the last.
+    """Return ``n`` of ``total`` numbers, evenly from the first to the last; all of them if there are no more.
 
     Example:
-        >>> spread(9, 3)
-        [0, 4, 8]
+        >>> spread(9, 3), spread(2, 3)
+        ([0, 4, 8], [0, 1])
     """
+    n = min(n, total)
     steps = max(1, n - 1)
     return [round(i * (total - 1) / steps) for i in range(n)]
 
@@ -92,7 +93,7 @@ def log_settings(loggers: Sequence[Any], who: str, settings: Mapping[str, Any]) 
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, bool | int | float | str | None):
+    if isinstance(value, int | float | str | None):
         return value
     if isinstance(value, list | tuple):
         return list(value)
@@ -127,23 +128,21 @@ def log_table(logger: Any, key: str, rows: Rows, step: int, figure: Any = None) 
     picture = f"{key.removesuffix('_table')}_figure"
     if _is_wandb(logger):
         logger.log_table(key, columns=columns, data=cells, step=step)
-        if figure is not None:
+        if figure:
             logger.log_image(picture, images=[figure_pixels(figure).numpy()], step=step)
     elif _is_tensorboard(logger):
-        lines = []
         every: list[list[Any]] = [columns, ["---"] * len(columns), *cells]
-        for line in every:
-            text = " | ".join(map(_text, line))
-            lines.append(f"| {text} |")
+        lines = [f"| {' | '.join(map(_text, line))} |" for line in every]
         logger.experiment.add_text(key, "\n".join(lines), step)
-        if figure is not None:
-            pixels = figure_pixels(figure)
-            logger.experiment.add_image(picture, pixels, step, dataformats="HWC")
+        if figure:
+            logger.experiment.add_image(picture, figure_pixels(figure), step, dataformats="HWC")
     elif isinstance(getattr(logger, "log_dir", None), str):  # as that of csv files
-        with _file(logger, key, "csv").open("w", newline="") as file:
+        folder = Path(logger.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{_file(key)}.csv").open("w", newline="") as file:
             csv.writer(file).writerows([columns, *cells])
-        if figure is not None:
-            figure.savefig(_file(logger, picture, "png"), dpi=150)
+        if figure:
+            figure.savefig(folder / f"{_file(picture)}.png", dpi=150)
 
 
 def _is_wandb(logger: Any) -> bool:
@@ -154,14 +153,12 @@ def _is_tensorboard(logger: Any) -> bool:
     return hasattr(logger.experiment, "add_text")
 
 
-def _file(logger: Any, key: str, kind: str) -> Path:
-    """Return where a logger that writes to a folder has a file of this key."""
-    Path(logger.log_dir).mkdir(parents=True, exist_ok=True)
-    name = key.removeprefix(f"{PREFIX}/").replace("/", "_")
-    return Path(logger.log_dir, f"{name}.{kind}")
+def _file(key: str) -> str:
+    """Return the name of the file of a key, in the folder of a logger that has one."""
+    return key.removeprefix(f"{PREFIX}/").replace("/", "_")
 
 
-def _text(cell: float | str | None) -> str:
-    if cell is None:
-        return ""
-    return cell if isinstance(cell, str) else f"{cell:.6g}"
+def _text(cell: Any) -> str:
+    if isinstance(cell, int | float):
+        return f"{cell:.6g}"
+    return cell or ""

@@ -23,6 +23,7 @@ from lightning_taskinfo._calls import outputs_of
 from lightning_taskinfo._fields import is_labeled, labeled_key
 from lightning_taskinfo._lightning import Trainer
 from lightning_taskinfo._nested import (
+    Pair,
     first_samples,
     joined,
     joined_targets,
@@ -35,7 +36,6 @@ from lightning_taskinfo._random import seed_everything
 from lightning_taskinfo.fisher.measure import Request
 from lightning_taskinfo.functional.likelihood import Likelihood, NumberedDraws, as_likelihood
 
-Pair = tuple[Any, Tensor | None]  # inputs and targets
 CHUNK = 128  # samples of one forward pass
 ALL = slice(None)
 
@@ -143,7 +143,7 @@ class Source:
         reader: Reads batches.
         split: Whether processes share the samples; otherwise each has all of them.
         pool: Inputs and targets of this process, where they stay the same and are known.
-        missing: How many the first training batches have still to give to the pool.
+        missing: How many samples of this process are still to be collected from the first training batches.
     """
 
     trainer: Trainer
@@ -180,18 +180,19 @@ class Source:
             except (TypeError, NotImplementedError, RuntimeError) as error:  # what copying raises
                 needed = f"a dataset that can be copied ({error})"
         if self.data == "val" or whole:
-            kind = type(loader).__name__
-            raise ValueError(f"`data={self.data!r}` needs {needed}, got {kind}.")
-        self.missing = len(self._share(self.max_samples))
+            raise ValueError(f"`data={self.data!r}` needs {needed}, got {type(loader).__name__}.")
+        # As many on every process, whatever it keeps of them: so the pools are full at the same step.
+        self.missing = math.ceil(self.max_samples / trainer.world_size)
 
     def _read_pool(self, loader: Any, key: Any) -> Pair:
         generator = torch.Generator().manual_seed(self.seed)
         order = torch.randperm(len(loader.dataset), generator=generator, device="cpu")
         chosen = order[: self.max_samples].sort().values
-        mine = self._share(len(chosen))
-        if not mine:
+        if self.split:  # each process takes a piece
+            chosen = chosen.tensor_split(self.trainer.world_size)[self.trainer.global_rank]
+        if not len(chosen):
             return torch.empty(0, device="cpu"), None
-        batch = read_samples(loader, chosen[mine.start : mine.stop], self.seed)
+        batch = read_samples(loader, chosen.tolist(), self.seed)
         if key is not None:
             batch = {key: batch}  # as the training step gets it
         # Where the training step gets its own, through the same hooks.
@@ -204,31 +205,26 @@ class Source:
     def collect(self, batch: Any, last: bool) -> None:
         """Take from a training batch what the pool still misses; with the last of an epoch it is complete."""
         module = self.trainer.lightning_module
-        inputs, targets = self.reader.read(module, batch)
-        part = first_samples(inputs, targets, self.missing)
+        part = first_samples(*self.reader.read(module, batch), self.missing)
         self.missing -= sample_count(part[0])
         self.collected.append(take(part, lambda x: x.detach().clone()))
         if last or not self.missing:
             every, labels = zip(*self.collected, strict=True)
             known = [targets for targets in labels if targets is not None]
-            self.pool = joined([*every], module), joined_targets(known) if known else None
+            targets = joined_targets(known) if known else None
+            self.pool = self._share(joined([*every], module), targets)
             self.missing = 0
 
     def read(self, batch: Any) -> Pair:
         """Return this process's inputs and targets."""
         if self.pool is not None:
             return self.pool
-        inputs, targets = self.reader.read(self.trainer.lightning_module, batch)
-        return first_samples(inputs, targets, len(self._share(self.max_samples)))
+        return self._share(*self.reader.read(self.trainer.lightning_module, batch))
 
-    def _share(self, total: int) -> range:
-        """Return which of ``total`` samples this process takes, in one piece."""
-        if not self.split:
-            return range(total)
-        rank = self.trainer.global_rank
-        size, more = divmod(total, self.trainer.world_size)
-        start = rank * size + min(rank, more)
-        return range(start, start + size + (rank < more))
+    def _share(self, inputs: Any, targets: Tensor | None) -> Pair:
+        """Return those of this process's own samples that are measured."""
+        mine = range(self.trainer.global_rank, self.max_samples, self.trainer.world_size)
+        return first_samples(inputs, targets, len(mine))
 
 
 # Processes
@@ -236,11 +232,11 @@ class Source:
 
 def summed(trainer: Trainer, values: Tensor | list[float]) -> Tensor:
     """Return what all processes' values add up to, in float64; the values themselves where there is one process."""
+    device = getattr(values, "device", "cpu")
+    mine = torch.as_tensor(values, dtype=torch.float64, device=device)
     if trainer.world_size == 1:
-        device = values.device if isinstance(values, Tensor) else "cpu"
-        return torch.as_tensor(values, dtype=torch.float64, device=device)
-    mine = torch.as_tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-    return trainer.strategy.reduce(mine, reduce_op="sum")
+        return mine
+    return trainer.strategy.reduce(mine.to(trainer.strategy.root_device), reduce_op="sum")
 
 
 def on_every_process(trainer: Trainer, number: int) -> list[int]:
@@ -299,15 +295,13 @@ def labeled_loader(loader: Any) -> tuple[Any | None, Any]:
 def _has_labels(loader: Any) -> bool:
     if not readable(loader) or not len(loader.dataset):
         return False
-    first = torch.zeros(1, dtype=torch.long, device="cpu")
-    return is_labeled(read_samples(loader, first, seed=0))
+    return is_labeled(read_samples(loader, [0], seed=0))
 
 
 def readable(loader: Any) -> bool:
     """Whether a pool can be read from the loader's dataset: it is indexed, and all of it is trained on."""
     batches = getattr(loader, "batch_sampler", None)
-    if isinstance(batches, NotingSampler):
-        batches = batches.noted
+    batches = getattr(batches, "noted", batches)  # of a NotingSampler
     if not isinstance(loader, DataLoader) or type(batches) is not BatchSampler:
         return False  # or its items are batches
     sampler = loader.sampler
@@ -316,7 +310,7 @@ def readable(loader: Any) -> bool:
     return type(sampler) in (SequentialSampler, RandomSampler)
 
 
-def read_samples(loader: DataLoader, chosen: Tensor, seed: int) -> Any:
+def read_samples(loader: DataLoader, chosen: list[int], seed: int) -> Any:
     """Return one batch of the ``chosen`` samples; call it inside ``observing``.
 
     A dataset that may have a state is copied. Transforms that draw from global generators do so as
@@ -330,7 +324,7 @@ def read_samples(loader: DataLoader, chosen: Tensor, seed: int) -> Any:
     if has_state:
         dataset = copy.deepcopy(dataset)
     samples = []
-    for index in chosen.tolist():
+    for index in chosen:
         if has_state:
             seed_everything(hash((seed, index)) % 2**32)
         samples.append(dataset[index])

@@ -1,7 +1,7 @@
 """The Gaussians of every width around one network, and the losses that their draws have."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from lightning_taskinfo._nested import take
 from lightning_taskinfo._observe import ParamDict, holding
 from lightning_taskinfo._random import seed_from
-from lightning_taskinfo.distributions.gaussian import turned
+from lightning_taskinfo.distributions.gaussian import Curvature, turned
 from lightning_taskinfo.functional.information import InformationTerms, terms_by_group
 
 KEPT = 1 << 24  # bytes of noises
@@ -24,21 +24,19 @@ class PostFamily:
 
     Attributes:
         curvature: :math:`h = N F` of the **sum** of the loss by name of the weight: its diagonal,
-            or its eigenvalues where ``bases`` has their eigenvectors; each shaped like the weight.
+            or the eigenvalues and eigenvectors of its Kronecker factors.
         distances: :math:`\|\Delta\|^2` of the displacement :math:`\Delta = w - w_0` by name of the weight.
         beta: Weight of the KL beside the sum of the loss.
-        bases: Eigenvectors of the Kronecker factors of a weight's rows and columns; None for a
-            factor that is a diagonal, or that there is not.
     """
 
-    curvature: ParamDict
+    curvature: Curvature
     distances: Mapping[str, float]
     beta: float
-    bases: Mapping[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
 
     def terms(self, prior_stds: Sequence[float]) -> list[dict[str, InformationTerms]]:
         """Return the information in each weight for some widths of the pre-distribution."""
-        return terms_by_group(self.curvature, self.distances, prior_stds=prior_stds, beta=self.beta)
+        values = {name: block.eigenvalues for name, block in self.curvature.items()}
+        return terms_by_group(values, self.distances, prior_stds=prior_stds, beta=self.beta)
 
     def draw(self, prior_std: float) -> Draw:
         r"""Return the function that makes :math:`w + \Sigma^{1/2}\varepsilon` of a weight and its noise.
@@ -49,14 +47,15 @@ class PostFamily:
         gain = prior_std**2 / self.beta
 
         def drawn(name: str, weight: Tensor, noise: Tensor) -> Tensor:
-            h = self.curvature[name]
+            block = self.curvature[name]
+            h = block.eigenvalues.view_as(weight)
             # As `post_variance`, in the precision of the noise.
             root = torch.add(h.new_ones(()), h, alpha=gain).to(noise.dtype).rsqrt_()
-            if name not in self.bases:
+            if block.left is None and block.right is None:
                 return torch.addcmul(weight, noise, root, value=prior_std, out=root)
             # Into the eigenvectors' basis and back: this root is symmetric, and so the same for any
             # choice of them.
-            bases = take(self.bases[name], methodcaller("to", noise))
+            bases = take((block.left, block.right), methodcaller("to", noise))
             root.mul_(turned(noise, *take(bases, Tensor.t)))
             return turned(root, *bases).mul_(prior_std).add_(weight)
 

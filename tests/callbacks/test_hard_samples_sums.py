@@ -24,8 +24,9 @@ def filled(generator):
             rows = torch.zeros(8)
         shown = loss * rows, rows
         norms_of_step = torch.full((8,), math.nan)
-        norms_of_step[2:5] = norm
-        sums.add(index.tolist(), partial(tuple, shown), None if step == 6 else norms_of_step)
+        if step != 6:
+            norms_of_step[2:5] = norm
+        sums.add(index.tolist(), partial(tuple, shown), norms_of_step)
         for i, n in enumerate(index.tolist()):
             seen[n] = seen.get(n, 0) + 1
             if step != 5 and loss[i].isfinite():

@@ -276,7 +276,7 @@ def test_a_probe_that_needs_all_samples_in_each_process_collects_where_there_is_
 
 
 def test_what_is_collected_stays_when_a_loader_fills_the_same_tensors_again():
-    trainer = SimpleNamespace(lightning_module=nn.Linear(1, 2))
+    trainer = SimpleNamespace(lightning_module=nn.Linear(1, 2), world_size=1, global_rank=0)
     source = Source(trainer, "train", 3, 0, Reader(), split=True, missing=3)
     x, y = torch.zeros(2, 1, requires_grad=True), torch.zeros(2, dtype=torch.long)
     for step in range(2):
@@ -554,7 +554,7 @@ def zip_all(samples):
 def test_tensors_are_read_as_they_are_and_a_dataset_with_a_state_from_a_copy():
     x, y = torch.arange(8.0)[:, None], torch.arange(8)
     plain = TensorDataset(x, y)
-    chosen = torch.tensor([1, 4, 6])
+    chosen = [1, 4, 6]
     for dataset in (plain, Subset(plain, range(8))):
         inputs, targets = read_samples(DataLoader(dataset, collate_fn=zip_all), chosen, seed=0)
         assert [x.item() for x in inputs] == [y.item() for y in targets] == [1, 4, 6]

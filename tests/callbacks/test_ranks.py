@@ -242,6 +242,48 @@ def test_one_failing_process_hangs_nobody(tmp_path, where):
     assert [row["step"] for row in first[0]] == [row["step"] for row in second[0]] == [2, 3]
 
 
+class Locked(Noisy):
+    """Cannot be copied: the first batches are collected."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot copy a lock")
+
+
+class CollectsLater(FisherTrace):
+    """The second process cannot read the first batch."""
+
+    def __init__(self, **probe):
+        super().__init__(**probe)
+        self.failed = False
+
+    def on_train_start(self, trainer, pl_module):
+        super().on_train_start(trainer, pl_module)
+        collect = self._source.collect
+
+        def fails_once(batch, last):
+            if trainer.global_rank == 1 and not self.failed:
+                self.failed = True
+                raise RuntimeError("no")
+            collect(batch, last)
+
+        self._source.collect = fails_once
+
+
+@pytest.mark.timeout(60)
+def test_processes_whose_pools_are_not_full_at_the_same_time_do_not_wait_for_each_other(tmp_path):
+    how = {"every_n_steps": 1, "data": "train", "labels": "exact"}
+    probes = [
+        FisherTrace(max_samples=9, name="uneven", **how),  # 5 and 4, from batches of 4
+        FisherTrace(max_samples=1, name="one", **how),
+        CollectsLater(max_samples=8, name="later", **how),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first, second = on_two_ranks(tmp_path, *probes, loader=DataLoader(Locked(24), batch_size=4))
+    assert first == second
+    assert [[row["step"] for row in history] for history in first] == [[2, 3], [1, 2, 3], [2, 3]]
+
+
 def test_local_minimum_does_not_share_batches(tmp_path):
     probe = LocalMinimum(data="train_batch", every_n_steps=1)
     with pytest.raises(
@@ -251,10 +293,6 @@ def test_local_minimum_does_not_share_batches(tmp_path):
 
 
 def test_local_minimum_does_not_share_what_it_collects(tmp_path):
-    class Locked(Noisy):
-        def __deepcopy__(self, memo):
-            raise TypeError("cannot copy a lock")
-
     with pytest.raises(
         Exception, match=r"`data='train'` needs a dataset that can be copied \(cannot copy a lock\)"
     ):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_taskinfo._random import seed_from
-from lightning_taskinfo.distributions import post_family
+from lightning_taskinfo.distributions import CurvatureBlock, kronecker_curvature, post_family
 from lightning_taskinfo.distributions.post_family import (
     Noises,
     PostFamily,
@@ -46,8 +46,9 @@ def losses_under(net, data, draw, noises):
 
 
 def family_of(net, data, beta=1.0):
-    h = {name: 24 * part for name, part in fisher_diagonal(net, data[0], labels="exact").items()}
-    return PostFamily(h, dict.fromkeys(h, 1.0), beta)
+    h = fisher_diagonal(net, data[0], labels="exact")
+    blocks = {name: CurvatureBlock(24 * part) for name, part in h.items()}
+    return PostFamily(blocks, dict.fromkeys(h, 1.0), beta)
 
 
 @pytest.mark.parametrize("prior_std", [0.1, 1.0])
@@ -59,7 +60,7 @@ def test_the_measured_loss_is_that_of_brute_force(net, data, prior_std):
     generator = torch.Generator().manual_seed(9)
     for _ in range(4000):  # Σ = β (h + β/λ²)⁻¹, weight by weight
         for name, p in net.named_parameters():
-            std = (1 / (family.curvature[name] + 1 / prior_std**2)).sqrt()
+            std = (1 / (family.curvature[name].eigenvalues + 1 / prior_std**2)).sqrt()
             p.data = start[name] + std * torch.randn(p.shape, generator=generator)
         brute.append(loss_of(net, data)())
     brute = torch.tensor(brute)
@@ -97,7 +98,7 @@ def test_a_draw_is_the_weight_and_shaped_noise_in_every_precision(dtype):
     weight = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
     noise = standard_noise({"w": weight}, seed=0)["w"]
     h = torch.tensor([0.0, 1.0, 100.0])
-    drawn = PostFamily({"w": h}, {"w": 1.0}, 2.0).draw(0.5)("w", weight, noise)
+    drawn = PostFamily({"w": CurvatureBlock(h)}, {"w": 1.0}, 2.0).draw(0.5)("w", weight, noise)
     wanted = weight.double() + noise.double() * (2 / (h.double() + 2 / 0.5**2)).sqrt()
     assert drawn.dtype == noise.dtype
     torch.testing.assert_close(drawn.double(), wanted, rtol=1e-6, atol=1e-6)
@@ -115,12 +116,9 @@ def test_both_signs_of_the_noise_are_tried(dtype):
 
 def test_noise_with_kronecker_factors_has_their_covariance(net, data):
     factors = kronecker_factors(net, data[0], labels="exact")
-    eigen = {name: block.eigen() for name, block in factors.items()}
     weights = {name: p.detach() for name, p in net.named_parameters()}
-    curvature = {name: 24 * eigen[name][0].view_as(w) for name, w in weights.items()}
-    draw = PostFamily(
-        curvature, dict.fromkeys(weights, 1.0), 0.5, {name: eigen[name][1:] for name in weights}
-    ).draw(0.7)
+    curvature = kronecker_curvature(factors, scale=24)
+    draw = PostFamily(curvature, dict.fromkeys(weights, 1.0), 0.5).draw(0.7)
     for name, block in factors.items():
         H = (
             24
@@ -144,7 +142,8 @@ def test_factors_that_are_diagonals_need_no_basis():
     assert rows is None
     whole = columns @ torch.diag(values[0]) @ columns.T
     torch.testing.assert_close(whole.float(), torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
-    draw = PostFamily({"w": values}, {"w": 4.0}, 1.0, {"w": (rows, columns)}).draw(1e6)
+    block = CurvatureBlock(values, rows, columns)
+    draw = PostFamily({"w": block}, {"w": 4.0}, 1.0).draw(1e6)
     H = torch.kron(torch.diag(torch.tensor([1.0, 2.0])), torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
     zero = torch.zeros(2, 2)
     root = torch.stack([draw("w", zero, e.view(2, 2)).flatten() for e in torch.eye(4)], 1)
@@ -158,7 +157,8 @@ def test_a_numbered_noise_is_the_same_each_time_also_after_its_use(net):
         expected = standard_noise(weights, seed_from(3, number))
         noise = noises.noise(number, weights)
         torch.testing.assert_close(noise, expected, rtol=0, atol=0)
-        draw = PostFamily({name: w.detach() ** 2 for name, w in weights.items()}, {}, 1.0).draw(1.0)
+        blocks = {name: CurvatureBlock(w.detach() ** 2) for name, w in weights.items()}
+        draw = PostFamily(blocks, {}, 1.0).draw(1.0)
         losses_with_noise(net, lambda: 0.0, draw, noise)
     fewer = {"0.weight": weights["0.weight"]}
     noise = noises.noise(1, fewer)
