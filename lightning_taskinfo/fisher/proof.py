@@ -7,13 +7,15 @@ graph where weights may meet samples.
    of a gradient belongs to one sample, the entries change their signs at most, and the norm stays.
    Where the norm changes, samples are added up: the operation knows nothing of the samples, or
    mixes them.
-2. Backpropagate :math:`\sum_n a_n u_n` to the uses, with :math:`a_n` that all differ. A row of
-   sample :math:`n` is :math:`a_n` times what it was, which tells :math:`n`: also where a batch was
-   sorted, masked or routed to experts.
+2. Backpropagate :math:`\sum_n a_n u_n` to the uses, with powers of two :math:`a_n \neq 1` that stand
+   for digits of :math:`n`: one pass for each digit, so that there are as many different samples as
+   are needed. A row of sample :math:`n` is :math:`a_n` times what it was, which tells :math:`n`:
+   also where a batch was sorted, masked or routed to experts.
 3. Backpropagate infinite scores of some samples. What was shown for one batch holds for another one
    only if no operation between uses and outputs can move rows by their values. By its name or its
    settings an operation tells (sorting, a row that is selected). Others move rows by zeros and ones
-   that they multiply with: infinite gradients show where they could flow, as they do not vanish.
+   that they multiply with, or by masks: infinite gradients show where they could flow, as they do
+   not vanish in products, and masks are passed by.
    What else there may be shows when the proof is made again for some of the later batches
    (:class:`Plans`).
 """
