@@ -13,7 +13,7 @@ one seed with 10 % wrong labels and two epochs, which favoured the loss; samples
 - **Scores**, all by ``HardSamples``, for every sample of every batch: ``loss``, the mean training loss over all epochs;
   ``squared_norm``, the mean squared gradient norm over all epochs, measured after each step in eval mode; beside them
   ``last_loss``, the loss in the last epoch alone. (In a first run norms were those of the training step itself, with
-  its dropout masks. The measures below were the same to 0.01 where that was compared, and the decision, too.)
+  its dropout masks. Areas were the same to 0.01, and so was the decision.)
 - **Measures.** The area under the ROC curve of a score for finding the replaced labels; the share of replaced labels
   among the tenth of the samples with the largest scores (its limit is 1 in all settings). After 5, 10 and 20 epochs;
   20 counts.

@@ -171,13 +171,17 @@ class StartRanking(Logged):
                 row[0] = f"= {row[0]}"
         return titles, cells
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
+        return asdict(self)
+
     def save(self, path: StrPath) -> None:
         """Write everything to a JSON file; an onset that is never reached is ``null`` there.
 
         Args:
             path: The file.
         """
-        text = json.dumps(asdict(self))
+        text = self.to_json()
         write_json(path, json.loads(text, parse_constant=lambda _: None))
 
     @classmethod

@@ -519,6 +519,9 @@ def test_padding_does_not_count():
 
 
 def test_saves_loads_draws_prints_and_shows_a_page(ranking, tmp_path):
+    assert [start["name"] for start in json.loads(ranking.to_json())["starts"]] == [
+        start.name for start in ranking.starts
+    ]
     ranking.save(tmp_path / "ranking.json")
     assert StartRanking.load(tmp_path / "ranking.json") == ranking
     json.loads(
