@@ -260,11 +260,9 @@ def test_many_samples_in_half_precision_keep_their_rows(dtype):
     model = HalfDeep(dtype)
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(512, 5, generator=generator), torch.arange(512) % 3
-    found, alone = (
-        per_sample_squared_norms(model, x, y, labels="empirical", chunk_size=size)
-        for size in (None, 1)
-    )
-    torch.testing.assert_close(found, alone, rtol=0.02, atol=0)
+    found = per_sample_squared_norms(model, x, y, labels="empirical")
+    alone = per_sample_squared_norms(model, x[:64], y[:64], labels="empirical", chunk_size=1)
+    torch.testing.assert_close(found[:64], alone, rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize("how", ["sign", "unit"])
