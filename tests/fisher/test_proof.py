@@ -281,7 +281,7 @@ def by_filling_and_sum(h: Tensor, order: Tensor) -> Tensor:
 
 def by_writing(h: Tensor, order: Tensor) -> Tensor:
     out = h.new_zeros(h.shape)
-    for place, sample in enumerate(order.tolist()):
+    for sample, place in enumerate(order.argsort().tolist()):  # where it writes, no setting tells
         out[place] = h[sample]
     return out
 
