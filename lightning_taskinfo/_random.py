@@ -21,7 +21,10 @@ def seed_from(*parts: int) -> int:
 
 def seed_everything(seed: int) -> None:
     """Seed torch's, numpy's and Python's global generators, on every device."""
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # `torch.manual_seed` would queue every call, with its traceback, for a device that never comes
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):  # not loaded: nobody draws from it
         numpy.random.seed(seed % 2**32)
