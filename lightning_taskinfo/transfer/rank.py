@@ -48,8 +48,8 @@ from lightning_taskinfo.transfer.sampling import seeded
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
 LEAST = 1e-4  # smaller probabilities count as this one: no single sample decides a mean log-loss
-# Between draws of labels, differences of log-losses vary 1.13² times as much as their squared standard errors say.
-WIDER = 1.13
+# A start helped in 87 % of 1,640 comparisons with scratch, over nine image tasks.
+HELPS_BEFORE = 0.8
 MODELS = (  # the rule of `models`
     "`models` must be a dict of names to networks, or to functions that make or load one, such as "
     '{"mine": lambda: Net.load_from_checkpoint(path)}'
@@ -113,6 +113,7 @@ def rank_starts(
     fine_tune: FineTuning | None = None,
     folds: int = 5,
     confidence: float = 0.95,
+    helps_before: float = HELPS_BEFORE,
     max_features: int = MAX_FEATURES,
     forward_fn: Forward | None = None,
     batch_fn: BatchFn | None = None,
@@ -148,9 +149,12 @@ def rank_starts(
             hurt.
         folds: Number of folds of read-outs and fine-tuning, with equal shares of each class; at
             most as many as the median class has samples.
-        confidence: Probability that an interval covers. A start is said to help, or to hurt, if a
-            one-sided bound of this confidence is on that side of 0; that of fine-tuning is 13 %
-            wider than Student's, as its losses vary between draws of labels.
+        confidence: Probability that an interval covers. A start is said to help, or to hurt, if that
+            is at least as probable.
+        helps_before: Probability that fine-tuning a start beats scratch, before the labels are
+            looked at, from 0.5 up to less than ``confidence``. The labels at hand are few, and a
+            pretrained start seldom hurts: with 0.8 they need to show less for "helps", and more for
+            "hurts". With 0.5 they decide alone, as they do for frozen features.
         max_features: Most features of a layer; larger ones are pooled.
         forward_fn: How to call a network, ``forward_fn(model, inputs)``.
         batch_fn: Picks ``(inputs, labels)`` out of a batch.
@@ -184,6 +188,11 @@ def rank_starts(
         raise ValueError(f"`scratch` must name one of the starts {list(models)}, got {scratch!r}.")
     if not 0.5 < confidence < 1:
         raise ValueError(f"`confidence` must be between 0.5 and 1, got {confidence}.")
+    if not 0.5 <= helps_before < confidence:
+        raise ValueError(
+            "`helps_before` must be at least 0.5 and less than `confidence`, "
+            f"got {helps_before} and {confidence}."
+        )
     ruler = _Ruler(
         read_labelled(data, batch_fn, folds),
         layers,
@@ -192,6 +201,7 @@ def rank_starts(
         fine_tune,
         folds,
         confidence,
+        helps_before,
         max_features,
         forward_fn,
     )
@@ -219,14 +229,22 @@ def _opened(model: Model, name: str, seed: int = 0) -> nn.Module:
     return model
 
 
-def call_of(scratch: Tensor, start: Tensor, confidence: float, wider: float = 1.0) -> str:
-    """Say whether a start helps over scratch: whether a one-sided bound on the mean difference of losses is above 0.
+def call_of(scratch: Tensor, start: Tensor, confidence: float, helps_before: float = 0.5) -> str:
+    """Say whether a start helps over scratch, by their losses on the same samples.
 
-    The bound is ``wider`` times as far from the mean as Student's.
+    By the samples, the probability that it helps is Student's. The odds that it helped before they
+    were looked at multiply its odds; a call is made where the product reaches those of ``confidence``.
     """
-    _, mean, high = paired_interval(scratch, start, 2 * confidence - 1)
-    reach = wider * (high - mean)
-    return verdict_of(mean - reach, mean + reach)
+    odds = confidence / (1 - confidence)
+    before = helps_before / (1 - helps_before)
+    low, _, _ = paired_interval(scratch, start, _two_sided(odds / before))
+    _, _, high = paired_interval(scratch, start, _two_sided(odds * before))
+    return verdict_of(low, high)
+
+
+def _two_sided(odds: float) -> float:
+    """Return the confidence of an interval whose end is a one-sided bound that holds with these odds."""
+    return 1 - 2 / (1 + odds)
 
 
 @dataclass(frozen=True)
@@ -240,6 +258,7 @@ class _Ruler:
     fine_tune: FineTuning | None
     folds: int
     confidence: float
+    helps_before: float
     max_features: int
     forward_fn: Forward | None
 
@@ -323,8 +342,9 @@ class _Ruler:
     def compared(self, found: Mapping[str, Measured]) -> StartRanking:
         """Order the starts, and say which of them can be told apart, and whether they win over scratch.
 
-        Columns of a read-out are no probabilities: it and scratch are compared by Brier scores at
-        the best temperature of each.
+        With scratch, starts and read-outs of their frozen features are compared by Brier scores, at
+        the best temperature of each: how sure a network is of itself says little about its errors,
+        and columns of a read-out are no probabilities.
         """
         confidence = self.confidence
         starts = [one.start for one in found.values()]
@@ -334,18 +354,18 @@ class _Ruler:
         if self.fine_tune is not None:
             ordered = sorted(starts, key=lambda start: found[start.name].losses.mean().item())
         first = found[ordered[0].name].losses
-        scratch = found.get(self.scratch or "")
+        untrained = found[self.scratch].tuned if self.scratch else None
         compared = []
         for start in ordered:
-            _, losses, frozen, _ = found[start.name]
+            _, losses, frozen, tuned = found[start.name]
             known: dict[str, Any] = {"behind": paired_interval(losses, first, confidence)}
             if self.law is not None:
                 low, high = start.interval
                 shares = torch.tensor([high, start.error, low], dtype=torch.float64)
                 known["onset"] = tuple(transfer_onset(shares, *self.law).tolist())
-            if scratch is not None and scratch.tuned is not None and start.name != self.scratch:
-                known["call"] = call_of(scratch.losses, losses, confidence, WIDER)
-                known["frozen_call"] = call_of(scratch.tuned, frozen, confidence)
+            if untrained is not None and tuned is not None and start.name != self.scratch:
+                known["call"] = call_of(untrained, tuned, confidence, self.helps_before)
+                known["frozen_call"] = call_of(untrained, frozen, confidence)
             compared.append(replace(start, **known))
         return StartRanking(
             starts=tuple(compared),

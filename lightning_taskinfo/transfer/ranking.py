@@ -57,10 +57,9 @@ class RankedStart:
         behind: How much more it misses than the first, paired: lower end, mean, upper end. With
             fine-tuning, how much larger its log-loss is, or the squared error of real labels.
         call: ``"helps"``, ``"hurts"`` or ``"cannot tell"``: fine-tuning it, compared with training
-            the untrained start by log-losses, or squared errors of real labels; ``None`` where
-            they were not fine-tuned. Errors can differ less, or not at all.
-        frozen_call: The same of a linear read-out of its frozen features, compared with training
-            the untrained start by Brier scores, each at its best temperature.
+            the untrained start by Brier scores, each at its best temperature, or squared errors of
+            real labels; ``None`` where they were not fine-tuned.
+        frozen_call: The same of a linear read-out of its frozen features.
         onset: Number of labels above which training from scratch is predicted to win: lower end,
             middle, upper end.
     """
@@ -150,10 +149,10 @@ class StartRanking(Logged):
             "outputs of the source's own head predict the labels (higher is better).",
         ]
         if any(start.call for start in self.starts):
+            losses = "squared errors" if real else "Brier scores at the best temperature of each"
             lines.append(
-                f"Tuned: whether fine-tuning the start beats training from scratch by its {compared}; errors mostly "
-                "follow. Frozen: whether a head on its frozen features does, at the best temperature of each. At "
-                f"{self.confidence:.0%} one-sided confidence."
+                "Tuned: whether fine-tuning the start beats training from scratch; frozen: whether a head on its "
+                f"frozen features does. By {losses}, with a probability of at least {self.confidence:.0%}."
             )
         return lines
 

@@ -16,7 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_taskinfo import FineTuning, TaskInfoWarning, feature_overlap, rank_starts
 from lightning_taskinfo._random import seed_from
-from lightning_taskinfo.functional.readout import held_out_readout, stratified_folds
+from lightning_taskinfo.functional.readout import (
+    held_out_readout,
+    sharpened_brier,
+    stratified_folds,
+)
 from lightning_taskinfo.functional.transferability import h_score, leep, logme, nce
 from lightning_taskinfo.transfer import StartRanking, small_cnn
 from lightning_taskinfo.transfer.overlap import ObservedNetwork
@@ -214,32 +218,37 @@ def at_best_temperature(scores, y):
     return min(tried, key=lambda found: found.mean())
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_calls_compare_scratch_with_fine_tuned_and_with_frozen_starts(frozen):
-    """Just below and just above the confidence that a t-test of plain losses gives."""
+def call_by_hand(t, degrees, before):
+    """The probability of a call by Bayes' rule, with Student's probabilities of both signs as likelihoods."""
+    helps = before * student.cdf(t, degrees)
+    hurts = (1 - before) * student.sf(t, degrees)
+    return max(helps, hurts) / (helps + hurts), "helps" if helps > hurts else "hurts"
+
+
+@pytest.mark.parametrize(("frozen", "before"), [(True, 0.8), (False, 0.5), (False, 0.6)])
+def test_calls_compare_scratch_with_fine_tuned_and_with_frozen_starts(frozen, before):
+    """Just below and just above the probability that a t-test and the odds before give."""
     x, y = target()
-    starts = {"a": Body(4).eval(), "b": Body(3, seed=3).eval()}
-    how = FineTuning(steps=60, learning_rate=0.02)
-    losses, _, logits = dumb_losses_of_scratch(starts["b"], x, y, how)
-    fold = stratified_folds(y, 5)
+    starts = {"a": Body(3).eval(), "b": Body(3, seed=3).eval()}
+    how = FineTuning(steps=20, learning_rate=0.02)
+    _, _, of_scratch = dumb_losses_of_scratch(starts["b"], x, y, how)
     if frozen:
         features = starts["a"].act(starts["a"].first(x)).detach()
         columns = nn.functional.one_hot(y).double()
-        mine = at_best_temperature(held_out_readout(features, columns, fold).predicted, y)
-        scratch = torch.stack([at_best_temperature(each, y) for each in logits]).mean(0)
+        said = held_out_readout(features, columns, stratified_folds(y, 5)).predicted
     else:
-        mine, scratch = dumb_losses(starts["a"], x, y, how, folds_of(y, how))[0], losses
-    test = ttest_1samp((scratch - mine).double().numpy(), 0)
-    wider = 1.0 if frozen else 1.13
-    p = student.sf(abs(test.statistic) / wider, len(y) - 1)
-    assert 0.001 < p < 0.4
-    expected = "helps" if test.statistic > 0 else "hurts"
-    for factor, called in ((1.2, expected), (0.8, "cannot tell")):
-        level = 1 - factor * p
-        found = rank_starts(
-            starts, (x, y), scratch="b", fine_tune=how, confidence=level, progress=False
-        )["a"]
-        assert (found.frozen_call if frozen else found.call) == called
+        _, _, said = dumb_losses(starts["a"], x, y, how, folds_of(y, how))
+    mine = at_best_temperature(said, y)
+    scratch = torch.stack([at_best_temperature(each, y) for each in of_scratch]).mean(0)
+    t = ttest_1samp((scratch - mine).double().numpy(), 0).statistic
+    # What is known beforehand does not count for frozen features.
+    sure, called = call_by_hand(t, len(y) - 1, 0.5 if frozen else before)
+    assert called == ("helps" if frozen else "hurts")
+    assert before < sure - 0.01
+    for level, expected in ((sure - 0.01, called), (sure + 0.01, "cannot tell")):
+        options = {"helps_before": before, "confidence": level, "progress": False}
+        found = rank_starts(starts, (x, y), scratch="b", fine_tune=how, **options)["a"]
+        assert (found.frozen_call if frozen else found.call) == expected
 
 
 def test_scratch_is_repeated_with_weights_of_its_own_if_it_is_a_function():
@@ -295,15 +304,30 @@ def test_a_ranking_that_scratch_leads_says_which_starts_help_frozen(ranking):
     assert "when all is fine-tuned" not in none
 
 
-def test_a_call_is_one_sided():
-    squares = {name: randn(200, seed=seed) for seed, name in enumerate(("scratch", "start"))}
-    squares["scratch"] += 0.15
-    gains = (squares["scratch"] - squares["start"]).numpy()
-    p = ttest_1samp(gains, 0, alternative="greater").pvalue
-    for level, expected in ((1 - p - 0.01, "helps"), (1 - p + 0.01, "cannot tell")):
-        assert call_of(squares["scratch"], squares["start"], level) == expected
-        other = expected.replace("helps", "hurts")
-        assert call_of(squares["start"], squares["scratch"], level) == other
+@pytest.mark.parametrize("before", [0.5, 0.8])
+@pytest.mark.parametrize("shift", [0.2, -0.3])
+def test_a_call_is_made_where_its_probability_is_large_enough(before, shift):
+    scratch, start = randn(200, seed=0), randn(200, seed=1)
+    start = start - (start - scratch).mean() - shift
+    t = ttest_1samp((scratch - start).numpy(), 0).statistic
+    sure, called = call_by_hand(t, 199, before)
+    assert called == ("helps" if shift > 0 else "hurts")
+    assert before < sure - 0.001 < sure + 0.001 < 1
+    assert call_of(scratch, start, sure - 0.001, before) == called
+    assert call_of(scratch, start, sure + 0.001, before) == "cannot tell"
+
+
+def test_how_sure_a_start_is_of_itself_makes_no_call():
+    """The log-losses of scratch are far worse, as it is sure of all that it says; its errors are not."""
+    y = torch.arange(200) % 4
+    columns = nn.functional.one_hot(y).double()
+    said = columns + 0.6 * randn(200, 4, seed=1)
+    others = columns + 0.6 * randn(200, 4, seed=2)
+    sure = 30 * others
+    worse = nn.functional.cross_entropy(sure, y, reduction="none")
+    assert call_of(worse, nn.functional.cross_entropy(said, y, reduction="none"), 0.999) == "helps"
+    sharpened = [sharpened_brier(scores, columns) for scores in (sure, said)]
+    assert call_of(*sharpened, 0.95) == "cannot tell"
 
 
 def test_onset_is_where_the_curve_of_scratch_crosses_the_error(ranking):
@@ -561,7 +585,9 @@ def test_a_legend_says_which_losses_order_and_which_calls_compare(ranking, class
     text = str(replace(ranking, starts=tuple(starts), classes=classes))
     assert f"The order is by the {measure} after fine-tuning" in text
     assert "mean of the ranks" not in text
-    assert f"beats training from scratch by its {measure}; errors mostly follow" in text
+    losses = "Brier scores" if classes else "squared errors"
+    assert "Tuned: whether fine-tuning the start beats training from scratch" in text
+    assert f"features does. By {losses}" in text
 
 
 def test_an_onset_that_is_never_reached_survives_the_file(tmp_path):
@@ -631,6 +657,8 @@ def test_what_holds_no_networks_is_refused_with_the_rule(models, got):
         ({"folds": 40}, "`data` .*160 samples, 4 for each of 40 folds, got 120"),
         ({"confidence": 1.0}, "`confidence` .*1.0"),
         ({"confidence": 0.5}, "`confidence` .*between 0.5 and 1, got 0.5"),
+        ({"helps_before": 0.4}, "`helps_before` .*at least 0.5 .*got 0.4 and 0.95"),
+        ({"helps_before": 0.95}, "`helps_before` .*less than `confidence`, got 0.95 and 0.95"),
         ({"max_features": 0}, "`max_features` .*0"),
         ({"data": []}, "`data` .*none"),
         ({"data": (randn(40, 6), torch.zeros(40).long())}, "`data` .*40 equal ones"),
