@@ -47,7 +47,6 @@ from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, Start
 from lightning_taskinfo.transfer.sampling import seeded
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
-LEAST = 1e-4  # smaller probabilities count as this one: no single sample decides a mean log-loss
 # A start helped in 87 % of 1,640 comparisons with scratch, over nine image tasks.
 HELPS_BEFORE = 0.8
 MODELS = (  # the rule of `models`
@@ -90,17 +89,15 @@ class Measured(NamedTuple):
 
     Attributes:
         start: What is told of it.
-        losses: That order and are compared, shape ``[N]``: of fine-tuning, log-losses, or squared
-            errors of real labels; where nothing is fine-tuned, squared errors of the read-out of
-            the last layer.
-        frozen: Of that read-out, Brier scores at the best temperature; squared errors of real labels.
-        tuned: The same of fine-tuning; ``None`` without it.
+        losses: That order and are compared, shape ``[N]``: Brier scores of fine-tuning at the best
+            temperature, or squared errors of real labels; where nothing is fine-tuned, squared
+            errors of the read-out of the last layer.
+        frozen: Of that read-out, what is compared with fine-tuning.
     """
 
     start: RankedStart
     losses: Tensor
     frozen: Tensor
-    tuned: Tensor | None
 
 
 def rank_starts(
@@ -301,17 +298,16 @@ class _Ruler:
             seconds=time.perf_counter() - begin,
         )
         readout = found[last.name]
-        measured = Measured(start, readout.squares, self._sharpened(readout), None)
         if self.fine_tune is None:
-            return measured
+            return Measured(start, readout.squares, readout.squares)
         if logits is None:
             raise ValueError(
                 "`fine_tune` needs starts that end in an nn.Linear, their head, which is made anew, with one row of "
                 "scores for each sample; got one that ends in something else."
             )
-        losses, errors, tuned = self._tuned(self.fine_tune, network, name, given)
+        losses, errors = self._tuned(self.fine_tune, network, name, given)
         start = replace(start, fine_tuned=errors.mean().item())
-        return measured._replace(start=start, losses=losses, tuned=tuned)
+        return Measured(start, losses, self._compared(readout))
 
     def _row(self, layer: str, found: HeldOut) -> LayerReadout:
         error = missed = found.missed.item()
@@ -334,18 +330,18 @@ class _Ruler:
                 found["nce"] = nce(source.argmax(1), labels)
         return {name: score.item() for name, score in found.items()}
 
-    def _sharpened(self, found: HeldOut) -> Tensor:
+    def _compared(self, found: HeldOut) -> Tensor:
+        """Return the losses by which fine-tuned starts and read-outs are compared.
+
+        At the best temperature: how sure a network is of itself says little about its errors, and
+        columns of a read-out are no probabilities.
+        """
         if self.real:
             return found.squares
         return sharpened_brier(found.predicted, self.samples.columns)
 
     def compared(self, found: Mapping[str, Measured]) -> StartRanking:
-        """Order the starts, and say which of them can be told apart, and whether they win over scratch.
-
-        With scratch, starts and read-outs of their frozen features are compared by Brier scores, at
-        the best temperature of each: how sure a network is of itself says little about its errors,
-        and columns of a read-out are no probabilities.
-        """
+        """Order the starts, and say which of them can be told apart, and whether they win over scratch."""
         confidence = self.confidence
         starts = [one.start for one in found.values()]
         by_error = sorted(starts, key=lambda start: start.missed)
@@ -354,17 +350,19 @@ class _Ruler:
         if self.fine_tune is not None:
             ordered = sorted(starts, key=lambda start: found[start.name].losses.mean().item())
         first = found[ordered[0].name].losses
-        untrained = found[self.scratch].tuned if self.scratch else None
+        untrained = None
+        if self.scratch is not None and self.fine_tune is not None:
+            untrained = found[self.scratch].losses
         compared = []
         for start in ordered:
-            _, losses, frozen, tuned = found[start.name]
+            _, losses, frozen = found[start.name]
             known: dict[str, Any] = {"behind": paired_interval(losses, first, confidence)}
             if self.law is not None:
                 low, high = start.interval
                 shares = torch.tensor([high, start.error, low], dtype=torch.float64)
                 known["onset"] = tuple(transfer_onset(shares, *self.law).tolist())
-            if untrained is not None and tuned is not None and start.name != self.scratch:
-                known["call"] = call_of(untrained, tuned, confidence, self.helps_before)
+            if untrained is not None and start.name != self.scratch:
+                known["call"] = call_of(untrained, losses, confidence, self.helps_before)
                 known["frozen_call"] = call_of(untrained, frozen, confidence)
             compared.append(replace(start, **known))
         return StartRanking(
@@ -385,7 +383,7 @@ class _Ruler:
         name: str,
         given: Model,
     ) -> Tensor:
-        """Cross-validate fine-tuning: losses that order, errors, and losses beside frozen features, ``[3, N]``."""
+        """Cross-validate fine-tuning: losses and errors, ``[2, N]``."""
         samples = self.samples
         every = []
         model = network.model
@@ -397,12 +395,8 @@ class _Ruler:
             fold = stratified_folds(samples.labels, self.folds, generator)
             predict = partial(self._predicted, network, model, how)
             found = cross_validated(samples.columns, fold, predict)
-            losses = errors = found.squares
-            if not self.real:
-                said = found.predicted.softmax(1)
-                losses = -(samples.columns * said).sum(1).clamp(min=LEAST).log()
-                errors = found.wrong
-            every.append(torch.stack([losses, errors, self._sharpened(found)]))
+            errors = found.squares if self.real else found.wrong
+            every.append(torch.stack([self._compared(found), errors]))
         return torch.stack(every).mean(0)
 
     def _predicted(

@@ -55,10 +55,10 @@ class RankedStart:
         seconds: That reading took.
         fine_tuned: Error of cross-validated fine-tuning, where that was asked for.
         behind: How much more it misses than the first, paired: lower end, mean, upper end. With
-            fine-tuning, how much larger its log-loss is, or the squared error of real labels.
+            fine-tuning, how much larger its Brier score is, each at its best temperature, or the
+            squared error of real labels.
         call: ``"helps"``, ``"hurts"`` or ``"cannot tell"``: fine-tuning it, compared with training
-            the untrained start by Brier scores, each at its best temperature, or squared errors of
-            real labels; ``None`` where they were not fine-tuned.
+            the untrained start by the same losses; ``None`` where they were not fine-tuned.
         frozen_call: The same of a linear read-out of its frozen features.
         onset: Number of labels above which training from scratch is predicted to win: lower end,
             middle, upper end.
@@ -135,10 +135,10 @@ class StartRanking(Logged):
         """What the columns mean, which direction is good, and what orders the starts."""
         real = self.classes is None
         what = "real labels" if real else f"labels of {self.classes} classes"
-        compared = "squared error" if real else "log-loss"
+        losses = "squared error" if real else "Brier score at the best temperature"
         order = "the mean of the ranks by missed and LogME"
         if self.best.fine_tuned is not None:
-            order = f"the {compared} after fine-tuning; fine-tuned is the error then"
+            order = f"the {losses} after fine-tuning; fine-tuned is the error then"
         lines = [
             f"{self.samples} {what}, {self.confidence:.0%} intervals. = cannot be told apart from the first. The order "
             f"is by {order}.",
@@ -149,10 +149,9 @@ class StartRanking(Logged):
             "outputs of the source's own head predict the labels (higher is better).",
         ]
         if any(start.call for start in self.starts):
-            losses = "squared errors" if real else "Brier scores at the best temperature of each"
             lines.append(
                 "Tuned: whether fine-tuning the start beats training from scratch; frozen: whether a head on its "
-                f"frozen features does. By {losses}, with a probability of at least {self.confidence:.0%}."
+                f"frozen features does. By the {losses}, with a probability of at least {self.confidence:.0%}."
             )
         return lines
 

@@ -128,9 +128,19 @@ def test_the_order_is_that_of_two_mean_ranks():
     assert by_error != by_logme  # otherwise nothing is shown
 
 
+def at_best_temperature(scores, y):
+    """Brier scores, by trying many temperatures."""
+    columns = nn.functional.one_hot(y).double()
+    tried = [
+        ((sharpness * scores.double()).softmax(1) - columns).square().sum(1)
+        for sharpness in torch.logspace(-3, 3, 500).tolist()
+    ]
+    return min(tried, key=lambda found: found.mean())
+
+
 def dumb_losses(model, x, y, how, fold):
-    """Log-losses, errors and logits of held-out samples, by a plain loop."""
-    losses, errors, logits = torch.zeros(len(y)), torch.zeros(len(y)), torch.zeros(len(y), 4)
+    """Brier scores at the best temperature, and errors, of held-out samples, by a plain loop."""
+    logits = torch.zeros(len(y), 4)
     for k in fold.unique():
         torch.manual_seed(how.seed)
         net = deepcopy(model).train()
@@ -152,10 +162,7 @@ def dumb_losses(model, x, y, how, fold):
             schedule.step()
         with torch.no_grad():
             logits[fold == k] = net.eval()(x[fold == k])
-    for i, scores in enumerate(logits):
-        losses[i] = min(nn.functional.cross_entropy(scores, y[i]).item(), -math.log(1e-4))
-        errors[i] = scores.argmax() != y[i]
-    return losses, errors, logits
+    return at_best_temperature(logits, y), (logits.argmax(1) != y).double()
 
 
 def folds_of(y, how):
@@ -163,16 +170,16 @@ def folds_of(y, how):
 
 
 def dumb_losses_of_scratch(model, x, y, how):
-    """The same, averaged over repetitions with other folds and seeds; a list of the logits."""
+    """The same, averaged over repetitions with other folds and seeds."""
     found = [dumb_losses(model, x, y, how, folds_of(y, how))]
     for repeat in range(1, how.scratch_repeats):
         how = replace(how, seed=seed_from(how.seed, repeat))
         found.append(dumb_losses(model, x, y, how, folds_of(y, how)))
-    losses, errors, logits = zip(*found, strict=True)
-    return torch.stack(losses).mean(0), torch.stack(errors).mean(0), logits
+    losses, errors = zip(*found, strict=True)
+    return torch.stack(losses).mean(0), torch.stack(errors).mean(0)
 
 
-def test_fine_tuning_is_compared_by_log_losses():
+def test_fine_tuning_is_ordered_by_brier_scores_at_the_best_temperature():
     x, y = target()
     starts = {"a": Body(6).eval(), "b": Body(0).eval(), "c": Body(3, seed=2).eval()}
     with torch.no_grad():
@@ -183,39 +190,16 @@ def test_fine_tuning_is_compared_by_log_losses():
     fold = folds_of(y, how)
     losses = {name: dumb_losses(model, x, y, how, fold) for name, model in starts.items()}
     losses["b"] = dumb_losses_of_scratch(starts["b"], x, y, how)
-    for name, (own, errors, _) in losses.items():
+    for name, (own, errors) in losses.items():
         assert ranking[name].fine_tuned == pytest.approx(errors.mean().item())
         difference = own - losses[ranking.best.name][0]
-        assert ranking[name].behind[1] == pytest.approx(difference.mean().item(), abs=1e-5)
+        assert ranking[name].behind[1] == pytest.approx(
+            difference.mean().item(), abs=1e-3
+        )  # two grids
     assert ranking["a"].call == ranking["a"].frozen_call == "helps"
     assert ranking["b"].call is ranking["b"].frozen_call is None
     means = [losses[start.name][0].mean() for start in ranking.starts]
     assert means == sorted(means)
-
-
-def test_one_sample_that_is_surely_wrong_counts_for_a_limited_loss():
-    x, y = target()
-    y[::10] = (y[::10] + 1) % 4
-    starts = {"a": Body(4).eval(), "b": Body(3, seed=2).eval()}
-    how = FineTuning(steps=100, learning_rate=0.5)
-    losses = {name: dumb_losses(net, x, y, how, folds_of(y, how)) for name, net in starts.items()}
-    own, _, logits = losses["a"]
-    assert nn.functional.cross_entropy(logits, y, reduction="none").max() > 10
-    assert own.max().item() == pytest.approx(-math.log(1e-4))
-    ranking = rank_starts(starts, (x, y), fine_tune=how, progress=False)
-    first, second = (losses[start.name][0] for start in ranking.starts)
-    behind = ranking.starts[1].behind[1]
-    assert behind == pytest.approx((second - first).mean().item(), rel=1e-4)
-
-
-def at_best_temperature(scores, y):
-    """Brier scores, by trying many temperatures."""
-    columns = nn.functional.one_hot(y).double()
-    tried = [
-        ((sharpness * scores.double()).softmax(1) - columns).square().sum(1)
-        for sharpness in torch.logspace(-3, 3, 500).tolist()
-    ]
-    return min(tried, key=lambda found: found.mean())
 
 
 def call_by_hand(t, degrees, before):
@@ -231,15 +215,14 @@ def test_calls_compare_scratch_with_fine_tuned_and_with_frozen_starts(frozen, be
     x, y = target()
     starts = {"a": Body(3).eval(), "b": Body(3, seed=3).eval()}
     how = FineTuning(steps=20, learning_rate=0.02)
-    _, _, of_scratch = dumb_losses_of_scratch(starts["b"], x, y, how)
+    scratch, _ = dumb_losses_of_scratch(starts["b"], x, y, how)
     if frozen:
         features = starts["a"].act(starts["a"].first(x)).detach()
         columns = nn.functional.one_hot(y).double()
         said = held_out_readout(features, columns, stratified_folds(y, 5)).predicted
+        mine = at_best_temperature(said, y)
     else:
-        _, _, said = dumb_losses(starts["a"], x, y, how, folds_of(y, how))
-    mine = at_best_temperature(said, y)
-    scratch = torch.stack([at_best_temperature(each, y) for each in of_scratch]).mean(0)
+        mine, _ = dumb_losses(starts["a"], x, y, how, folds_of(y, how))
     t = ttest_1samp((scratch - mine).double().numpy(), 0).statistic
     # What is known beforehand does not count for frozen features.
     sure, called = call_by_hand(t, len(y) - 1, 0.5 if frozen else before)
@@ -579,15 +562,16 @@ def test_a_legend_says_what_the_columns_mean_and_what_orders(ranking):
     assert "error: share missed" in str(replace(ranking, classes=None))
 
 
-@pytest.mark.parametrize(("classes", "measure"), [(4, "log-loss"), (None, "squared error")])
+@pytest.mark.parametrize(
+    ("classes", "measure"), [(4, "Brier score at the best temperature"), (None, "squared error")]
+)
 def test_a_legend_says_which_losses_order_and_which_calls_compare(ranking, classes, measure):
     starts = [replace(start, fine_tuned=0.3, call="helps") for start in ranking.starts]
     text = str(replace(ranking, starts=tuple(starts), classes=classes))
     assert f"The order is by the {measure} after fine-tuning" in text
     assert "mean of the ranks" not in text
-    losses = "Brier scores" if classes else "squared errors"
     assert "Tuned: whether fine-tuning the start beats training from scratch" in text
-    assert f"features does. By {losses}" in text
+    assert f"features does. By the {measure}" in text
 
 
 def test_an_onset_that_is_never_reached_survives_the_file(tmp_path):
