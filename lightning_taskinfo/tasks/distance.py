@@ -24,7 +24,7 @@ from lightning_taskinfo._observe import trainable_parameters, weights_now
 from lightning_taskinfo._parallel import check_executor, check_travels, run_jobs
 from lightning_taskinfo._progress import Progress, shown
 from lightning_taskinfo._random import seed_from
-from lightning_taskinfo._ranges import check_positive
+from lightning_taskinfo._ranges import check_positive, check_seed
 from lightning_taskinfo._tables import Cells, Logged
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.certificates.samples import Data
@@ -321,6 +321,8 @@ def task_distance(
     """
     if isinstance(seeds, int | np.integer):
         seeds = range(seeds)
+    for seed in seeds:
+        check_seed(seed)
     seeds = [int(seed) for seed in seeds]
     if not seeds or len(set(seeds)) != len(seeds):
         raise ValueError(f"`seeds` must be different numbers, at least one, got {seeds}.")

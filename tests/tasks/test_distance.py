@@ -231,6 +231,13 @@ def test_the_picture_has_a_number_with_its_error_in_every_cell():
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
 
 
+def test_refuses_seeds_that_are_no_whole_numbers():
+    with pytest.raises(TypeError, match=r"`seed` must be a whole number, got 0\.2"):
+        task_distance(
+            some_tasks(), 1.0, trunk_fn=trunk, workers=0, training=QUICK, seeds=(0.2, 1.9)
+        )
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -238,6 +245,7 @@ def test_the_picture_has_a_number_with_its_error_in_every_cell():
         ({"beta": 0.0}, r"`beta` must be positive, got 0\.0\."),
         ({"prior_std": -0.1}, r"`prior_std` must be positive, got -0\.1\."),
         ({"seeds": (1, 1)}, r"`seeds` must be different numbers, at least one, got \[1, 1\]"),
+        ({"seeds": (0, -(2**63) - 1)}, r"`seed` must be at least -2\*\*63"),
     ],
 )
 def test_refuses_arguments(arguments, match):
