@@ -203,7 +203,6 @@ NEW = (  # that chose nothing
 )  # fmt: skip
 NEW_SEEDS = range(3)  # that calls are made from on these
 LABELS = (20, 50, 200, 1000)
-LARGE_LABELS = (20, 50, 200)
 SEEDS = range(5)
 LATER_SEEDS = range(5, 15)  # that judge the calls of the others
 LATER_TEST = 3000  # images, at most
@@ -228,7 +227,7 @@ class Recipe:
 
 RECIPES = {
     "small": Recipe(3e-3, 32, STEPS, 1000),
-    "large": Recipe(1e-3, 16, dict.fromkeys(LARGE_LABELS, 30), 300, keeps_statistics=True),
+    "large": Recipe(1e-3, 16, {20: 30, 50: 30, 200: 90}, 300, keeps_statistics=True),
 }
 
 
