@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 os.environ.setdefault("WANDB_MODE", "offline")  # W&B reads it once a process
 # Every `Trainer` reads the entry points of all that is installed, which stay as they are: 8 ms each.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+gc.set_threshold(50_000, 20, 20)  # searches for garbage took a twentieth of the time
 collect_ignore = ["tests/first_screen.py"]  # a script, for an environment without test tools
 
 
