@@ -119,9 +119,9 @@ def upper_end(inside: Callable[[Tensor], Tensor], low: Tensor, rounds: int = 60)
         tensor(0.2500)
     """
     high = torch.ones_like(low)
-    for _ in range(rounds):
+    for halved in range(rounds):
         middle = low + 0.5 * (high - low)
-        if ((middle == low) | (middle == high)).all():
+        if halved > 50 and ((middle == low) | (middle == high)).all():
             break
         holds = inside(middle)
         low = torch.where(holds, middle, low)
