@@ -4,8 +4,6 @@ A machine with a GPU is not needed for this. Tensors on ``meta`` have no values,
 made without a device is an error.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -36,14 +34,13 @@ from tests import penalised_net
 from tests.callbacks.runs import Classifier, make_trainer
 
 
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    before = torch.get_default_device()
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(before)
+def default_device(device: str) -> torch.device:
+    """Return what sets another default device, as a context.
+
+    ``torch.set_default_device`` would not do: put back to ``"cpu"``, every function of torch goes on to be called
+    through Python, in all tests that follow in this process.
+    """
+    return torch.device(device)
 
 
 class Net(nn.Module):

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from scipy.stats import binomtest
 
 from lightning_taskinfo import Task2Vec
 from lightning_taskinfo.fisher import fisher_diagonal
+from lightning_taskinfo.tasks import ready
 
 SCRIPTS = Path(__file__).parents[1] / "benchmarks" / "evidence"
 RESULTS = SCRIPTS.parent / "results"
@@ -277,7 +279,9 @@ def test_labels_drawn_anew_are_a_share_and_uniform(script):
     assert (noisy > 0).double().mean().item() == pytest.approx(0.4 * 0.9, abs=4 * 0.0034)
 
 
-def test_the_trace_of_a_task_counts_every_weight_outside_the_head(script):
+def test_the_trace_of_a_task_counts_every_weight_outside_the_head(script, monkeypatch):
+    short = partial(ready.reference_network, epochs=1)
+    monkeypatch.setattr(ready, "reference_network", short)  # any network will do
     module = script("fisher_trace_and_error")
     found = module.run({"task": "mnist:only-0-1", "noise": 0.5, "samples": 30, "seed": 0}, None)
     (x, y), _ = module.drawn("mnist:only-0-1", samples=30, test=30, seed=0, data_dir=None)

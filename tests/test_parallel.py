@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_taskinfo._files import read_result, write_result
-from lightning_taskinfo._parallel import run_jobs
+from lightning_taskinfo._parallel import _deaf_children, run_jobs
 from tests.ranks import forked
 
 JOBS = {f"seed-{seed}": seed for seed in range(4)}
@@ -84,10 +84,12 @@ def test_a_finished_job_is_read_and_not_run(tmp_path):
     assert again == {**first, "seed-1": "kept"} == seen
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_failing_job_is_named_and_the_finished_ones_are_kept(tmp_path, workers):
-    with pytest.raises(RuntimeError, match="seed-2 failed: ValueError: two is refused"):
-        run_jobs(fail_at_two, JOBS, workers=workers, folder=tmp_path)
+@pytest.mark.parametrize("place", ["here", "elsewhere"])
+def test_a_failing_job_is_named_and_the_finished_ones_are_kept(tmp_path, place):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        where = {"workers": 0} if place == "here" else {"executor": pool}
+        with pytest.raises(RuntimeError, match="seed-2 failed: ValueError: two is refused"):
+            run_jobs(fail_at_two, JOBS, folder=tmp_path, **where)
     assert read_result(tmp_path / "seed-1.json") == 1
     assert not (tmp_path / "seed-2.json").exists()
 
@@ -176,17 +178,23 @@ def test_an_interrupt_does_not_wait_for_processes_that_are_starting(tmp_path):
     assert printed.endswith("KeyboardInterrupt\n")
 
 
-def test_an_interrupt_while_processes_are_started_is_not_lost():
-    code = (
-        "import os, signal; from lightning_taskinfo._parallel import _deaf_children\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "with _deaf_children(): os.kill(os.getpid(), signal.SIGINT)"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert run.stderr.endswith("KeyboardInterrupt\n")
+def interrupted_while_starting(path):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with _deaf_children():
+            os.kill(os.getpid(), signal.SIGINT)
+            Path(path).write_text("started")
+    except KeyboardInterrupt:
+        return
+    raise AssertionError("the signal was lost")
+
+
+def test_an_interrupt_while_processes_are_started_is_not_lost(tmp_path):
+    path = tmp_path / "started"
+    child = forked(interrupted_while_starting, path)
+    child.join()
+    assert child.exitcode == 0
+    assert path.exists(), "the signal waits until they are"
 
 
 def test_bad_input():

@@ -164,9 +164,12 @@ class Search:
             draws = [self.subject.draw_losses(post, TRY_SIZE) for _ in range(TRY_DRAWS)]
             loss, disagreement = torch.stack(draws).mean((0, 2)).tolist()
             risk = min(max(loss, 0.0), 1.0)
-            bound = self.bound(risk, kl + price)
-            rows.append(Candidate(structure, beta, risk, kl, price, bound, prior_std, disagreement))
-        return rows
+            rows.append(Candidate(structure, beta, risk, kl, price, 1.0, prior_std, disagreement))
+        # The bounds of all by one bisection.
+        numbers = [(row.risk, row.kl + row.price) for row in rows]
+        risks, complexities = torch.tensor(numbers, dtype=torch.float64, device="cpu").T
+        bounds = pac_bayes.kl_bound(risks, complexities, self.subject.n, self.delta).tolist()
+        return [replace(row, bound=bound) for row, bound in zip(rows, bounds, strict=True)]
 
     def propose(
         self, structure: str, beta: float

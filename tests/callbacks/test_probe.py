@@ -31,6 +31,7 @@ from lightning_taskinfo.callbacks.report import summary
 from lightning_taskinfo.callbacks.source import Source, read_samples
 from tests.callbacks.runs import PROBES, Classifier, Noisy, digits, fit, make_trainer, read_csv
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 all_probes = pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES)
 
 

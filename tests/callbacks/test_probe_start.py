@@ -10,6 +10,7 @@ from lightning_taskinfo.fisher import fisher_trace
 from tests.callbacks.runs import PROBES, Classifier, digits, fit, read_csv
 
 MEASURED_AT_START = True
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def test_every_probe_measures_before_the_first_step(tmp_path):

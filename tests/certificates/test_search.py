@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_taskinfo._progress import silent
 from lightning_taskinfo.certificates import Prior
 from lightning_taskinfo.certificates.certify import check_choices
-from lightning_taskinfo.certificates.search import choose_scales, curvatures_of
+from lightning_taskinfo.certificates.search import Search, choose_scales, curvatures_of
 from lightning_taskinfo.certificates.subject import Subject
 from lightning_taskinfo.distributions import diagonal_curvature
 from lightning_taskinfo.fisher import fisher_diagonal, kronecker_factors
 from lightning_taskinfo.functional.information import information_in_weights
+from lightning_taskinfo.functional.pac_bayes import kl_bound
 from tests.distributions.conftest import isotropic
 
 
@@ -154,3 +156,12 @@ def test_scales_are_the_best_of_the_grid(trained, start, size):
     assert price == pytest.approx(
         sum(math.log(math.pi**2 * (j + 1) ** 2 / 6) for j in best.values())
     )
+
+
+def test_each_candidate_has_the_bound_of_its_own_risk_kl_and_price(trained, data, prior):
+    subject = Subject(trained, data, seed=3)
+    found = Search(subject, prior, curvatures_of(subject, ["isotropic", "neuron"]), 0.05)
+    rows = found.rows([0.1, 10.0], silent)
+    assert len({row.bound for row in rows}) == 4
+    for row in rows:
+        assert row.bound == kl_bound(row.risk, row.kl + row.price, 600, 0.05).item()
