@@ -112,17 +112,15 @@ def upper_end(inside: Callable[[Tensor], Tensor], low: Tensor, rounds: int = 60)
     Args:
         inside: Whether the condition holds, shaped like ``low``.
         low: Where it holds.
-        rounds: How often the interval is halved at most; it ends when no float lies inside.
+        rounds: How often the interval is halved.
 
     Example:
         >>> upper_end(lambda p: p <= 0.25, torch.tensor(0.0))
         tensor(0.2500)
     """
     high = torch.ones_like(low)
-    for halved in range(rounds):
+    for _ in range(rounds):
         middle = low + 0.5 * (high - low)
-        if halved > 50 and ((middle == low) | (middle == high)).all():
-            break
         holds = inside(middle)
         low = torch.where(holds, middle, low)
         high = torch.where(holds, high, middle)
