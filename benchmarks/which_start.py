@@ -540,15 +540,27 @@ def frozen(bench: Bench, network: str, target: str, seed: int, labels: int) -> l
     return rows
 
 
+def repeats(bench: Bench, network: str, target: str, seed: int, labels: int) -> list[dict[str, Any]]:
+    """Return the mean Brier scores of three cross-validations of scratch, each at its best temperature."""
+    task = bench.task(target, network)
+    pool = task.target[drawn(task.target, seed)[:labels]]
+    found = [losses["sharpened"].mean().item() for losses in validated_scratch(bench, pool, seed)]
+    return [{"start": NOTHING, "repeats": found}]
+
+
 def repeated_scratch(bench: Bench, pool: Images, seed: int) -> dict[str, Tensor]:
-    """Mean losses of cross-validations of scratch, with folds, weights and batches of their own."""
-    found = []
+    """Mean losses of cross-validations of scratch."""
+    found = [*validated_scratch(bench, pool, seed)]
+    return {key: torch.stack([one[key] for one in found]).mean(0) for key in found[0]}
+
+
+def validated_scratch(bench: Bench, pool: Images, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the losses of cross-validations of scratch, with folds, weights and batches of their own."""
     for r in range(SCRATCH_REPEATS):
         order = torch.Generator().manual_seed(6000 + r) if r else None
         fold = stratified_folds(pool.y, RIVAL_FOLDS[len(pool.y)], order)
         logits = held_out_logits(bench, NOTHING, pool, fold, seed + 100 * r)
-        found.append(tuned_losses(logits, pool.y))
-    return {key: torch.stack([one[key] for one in found]).mean(0) for key in found[0]}
+        yield tuned_losses(logits, pool.y)
 
 
 def held_out_logits(bench: Bench, name: str, pool: Images, fold: Tensor, seed: int) -> Tensor:
@@ -680,6 +692,10 @@ def units() -> Iterator[tuple[str, Callable[[Bench], Any]]]:
     for kind, seeds in (("rival", NEW_SEEDS), ("truth", SEEDS), ("later", LATER_SEEDS)):
         for seed in seeds:
             yield from cells_of(kind, "small", seed, NEW)
+    for seed in SEEDS:
+        yield from cells_of("repeats", "small", seed, TARGETS + FRESH)
+    for seed in NEW_SEEDS:
+        yield from cells_of("repeats", "small", seed, NEW)
 
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -688,6 +704,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "rival": rival,
     "frozen": frozen,
     "later": later,
+    "repeats": repeats,
 }
 
 

@@ -330,22 +330,69 @@ class Trial:
         }
 
 
-class EpochKeeper(Callback):
-    """Seeds every epoch from (seed, stage, epoch), keeps its metrics, and writes a checkpoint after it.
+class EpochWriter(Callback):
+    """Writes a checkpoint between epochs; the first of the callbacks.
 
+    All of an epoch is done by then, schedulers of the learning rate too, and nothing of the next one.
     Writing takes at most a twentieth of the time: after a slow write, epochs go by until the next.
 
     Args:
-        folder: Where ``last.ckpt`` goes.
+        path: Of the checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._next_write = 0.0
+
+    def on_train_epoch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+    ) -> None:
+        """Write what the epoch before has left, unless this is the first of the run."""
+        if trainer.current_epoch and time.monotonic() >= self._next_write:
+            self._write(trainer)
+
+    def on_train_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+    ) -> None:
+        """Write what the last epoch has left."""
+        self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
+        begun = time.monotonic()
+        save_checkpoint(trainer, self.path)
+        ended = time.monotonic()
+        self._next_write = ended + 20 * (ended - begun)
+
+    def on_save_checkpoint(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        checkpoint: Values,
+    ) -> None:
+        """Let the loops stand between epochs: a run that is given `max_steps` would repeat the last one otherwise."""
+        loops = checkpoint["loops"]["fit_loop"]
+        for progress in loops["epoch_progress"].values():
+            progress.update(dict.fromkeys(progress, progress["completed"]))
+        batches = loops["epoch_loop.batch_progress"]
+        batches["is_last_batch"] = False
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+
+
+class EpochKeeper(Callback):
+    """Seeds every epoch from (seed, stage, epoch), and keeps its metrics; the last of the callbacks.
+
+    Args:
         parts: What the random generators are seeded from, before the epoch.
     """
 
-    def __init__(self, folder: Path, parts: tuple[int, ...]) -> None:
-        self.folder = folder
+    def __init__(self, parts: tuple[int, ...]) -> None:
         self.parts = parts
         self.curve: list[Row] = []
         self._frozen: set[nn.Parameter] = set()
-        self._next_write = 0.0
 
     def on_fit_start(
         self,
@@ -383,18 +430,13 @@ class EpochKeeper(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
     ) -> None:
-        """Keep the epoch's metrics, then everything."""
+        """Keep the epoch's metrics."""
         # The last ones too: Lightning forgets them when a run goes on.
         row = dict(self.curve[-1]) if self.curve else {}
         for name, value in trainer.callback_metrics.items():
             row[name] = float(value)
         row["epoch"] = trainer.current_epoch + 1
         self.curve.append(row)
-        begun = time.monotonic()
-        if begun >= self._next_write:
-            save_checkpoint(trainer, self.folder / "last.ckpt")
-            ended = time.monotonic()
-            self._next_write = ended + 20 * (ended - begun)
 
     def on_save_checkpoint(
         self,
@@ -446,9 +488,9 @@ def fit_stage(
         ValueError: If the checkpoint is damaged. It is left as it is.
     """
     last = folder / "last.ckpt"
-    keeper = EpochKeeper(folder, job.seeds)
+    keeper = EpochKeeper(job.seeds)
     job.module.strict_loading = False  # what is frozen is not in the checkpoint
-    callbacks = [*job.options.get("callbacks", []), keeper]
+    callbacks = [EpochWriter(last), *job.options.get("callbacks", []), keeper]
     options = {**job.options, "logger": logger or False, "callbacks": callbacks}
     test = {}
     resumed = None

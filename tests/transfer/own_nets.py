@@ -76,6 +76,14 @@ class Slower(Net):
         return torch.optim.Adam(self.parameters(), lr=0.001)
 
 
+class Decaying(Net):
+    """Learns at half the rate in each following epoch."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
 class YesOrNo(Net):
     """Says yes or no by one logit, of targets that are whole numbers."""
 

@@ -24,6 +24,7 @@ from lightning_taskinfo.transfer.starts import Start
 from lightning_taskinfo.transfer.training import Trial
 from tests.ranks import forked
 from tests.transfer.own_nets import (
+    Decaying,
     Deep,
     DictData,
     DictNet,
@@ -431,6 +432,42 @@ def test_a_run_goes_on_from_its_last_epoch(tmp_path, monkeypatch):
     assert [*tmp_path.rglob("last.ckpt")]
     monkeypatch.setattr(training, "save_checkpoint", written)
     assert same(run(tmp_path, adapt=["lora"], seeds=1), whole)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "writes"),
+    [
+        ({"max_epochs": 4}, 2),
+        ({"max_steps": 11}, 1),
+        ({"max_steps": 11}, 4),
+        ({"max_steps": 12, "max_epochs": 9}, 3),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_between_epochs_whatever_its_length_is_given_by(
+    tmp_path, monkeypatch, trainer, writes
+):
+    """With schedulers that step once an epoch, after its end; the fourth write comes after training."""
+    from lightning_taskinfo.transfer import training
+
+    options = {"make": Decaying, "trainer": trainer, "batch_size": 4, "seeds": 1}
+    whole = run(**options)
+    assert [row["epoch"] for row in whole.results[0].curves] == [1, 2, 3, 4]
+    written, paths = training.save_checkpoint, []
+
+    def stop(trainer, path):
+        written(trainer, path)
+        paths.append(path)
+        if len(paths) == writes:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "save_checkpoint", stop)
+    monkeypatch.setattr(training.time, "monotonic", lambda: 0.0)  # or some epochs are not written
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, **options)
+    assert len({*paths}) == 1
+    monkeypatch.undo()
+    assert same(run(tmp_path, **options), whole)
 
 
 def test_a_metric_of_every_second_epoch_is_not_lost_when_a_run_goes_on(tmp_path, monkeypatch):
