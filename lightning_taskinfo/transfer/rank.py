@@ -1,5 +1,6 @@
 """Which pretrained network to start from: read-outs of frozen features, compared on the labels at hand."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -22,6 +23,7 @@ from lightning_taskinfo.functional.features import transfer_onset
 from lightning_taskinfo.functional.intervals import (
     normal_quantile,
     paired_interval,
+    student_quantile,
     verdict_of,
     wilson_interval,
 )
@@ -47,8 +49,7 @@ from lightning_taskinfo.transfer.ranking import LayerReadout, RankedStart, Start
 from lightning_taskinfo.transfer.sampling import seeded
 
 Model: TypeAlias = nn.Module | Callable[[], nn.Module]
-# A start helped in 87 % of 1,640 comparisons with scratch, over nine image tasks.
-HELPS_BEFORE = 0.8
+HELPS_BEFORE = 0.87  # the share of 1,640 comparisons with scratch, on nine image tasks, in which a start helped
 MODELS = (  # the rule of `models`
     "`models` must be a dict of names to networks, or to functions that make or load one, such as "
     '{"mine": lambda: Net.load_from_checkpoint(path)}'
@@ -65,7 +66,8 @@ class FineTuning:
         batch_size: Samples of a step.
         scratch_repeats: How often the untrained start is cross-validated, with other folds, heads
             and batches, and with other weights where it is given as a function that draws them. Its
-            losses are averaged: it has a part in every comparison.
+            losses are averaged, as it has a part in every comparison, and their variance is that of
+            luck, which calls take into account; with 1 they know of none.
         seed: Of heads and batches.
     """
 
@@ -93,11 +95,13 @@ class Measured(NamedTuple):
             temperature, or squared errors of real labels; where nothing is fine-tuned, squared
             errors of the read-out of the last layer.
         frozen: Of that read-out, what is compared with fine-tuning.
+        luck: Variance of the mean loss of fine-tuning between repetitions; 0 if it was not repeated.
     """
 
     start: RankedStart
     losses: Tensor
     frozen: Tensor
+    luck: float = 0.0
 
 
 def rank_starts(
@@ -150,8 +154,8 @@ def rank_starts(
             is at least as probable.
         helps_before: Probability that fine-tuning a start beats scratch, before the labels are
             looked at, from 0.5 up to less than ``confidence``. The labels at hand are few, and a
-            pretrained start seldom hurts: with 0.8 they need to show less for "helps", and more for
-            "hurts". With 0.5 they decide alone, as they do for frozen features.
+            pretrained start seldom hurts: the larger it is, the less they need to show for "helps",
+            and the more for "hurts". With 0.5 they decide alone, as they do for frozen features.
         max_features: Most features of a layer; larger ones are pooled.
         forward_fn: How to call a network, ``forward_fn(model, inputs)``.
         batch_fn: Picks ``(inputs, labels)`` out of a batch.
@@ -226,22 +230,28 @@ def _opened(model: Model, name: str, seed: int = 0) -> nn.Module:
     return model
 
 
-def call_of(scratch: Tensor, start: Tensor, confidence: float, helps_before: float = 0.5) -> str:
-    """Say whether a start helps over scratch, by their losses on the same samples.
+def call_of(gain: Tensor, luck: float, confidence: float, helps_before: float = 0.5) -> str:
+    """Say whether a start helps over scratch, with at least a probability of ``confidence``.
 
-    By the samples, the probability that it helps is Student's. The odds that it helped before they
-    were looked at multiply its odds; a call is made where the product reaches those of ``confidence``.
+    By the samples, the probability that it helps is Student's. Its odds are multiplied by those
+    that it helped before they were looked at.
+
+    Args:
+        gain: How much smaller its losses are on the same samples, ``[N]``.
+        luck: Variance of the mean gain that comes with weights, heads, folds and batches.
+        confidence: The probability.
+        helps_before: Probability that it helps, before.
     """
+    mean = gain.mean().item()
+    error = math.sqrt(gain.var().item() / len(gain) + luck)
     odds = confidence / (1 - confidence)
     before = helps_before / (1 - helps_before)
-    low, _, _ = paired_interval(scratch, start, _two_sided(odds / before))
-    _, _, high = paired_interval(scratch, start, _two_sided(odds * before))
-    return verdict_of(low, high)
 
+    def reach(odds: float) -> float:
+        """How far a one-sided bound that holds with these odds is from the mean."""
+        return student_quantile(1 - 2 / (1 + odds), len(gain) - 1) * error
 
-def _two_sided(odds: float) -> float:
-    """Return the confidence of an interval whose end is a one-sided bound that holds with these odds."""
-    return 1 - 2 / (1 + odds)
+    return verdict_of(mean - reach(odds / before), mean + reach(odds * before))
 
 
 @dataclass(frozen=True)
@@ -305,9 +315,11 @@ class _Ruler:
                 "`fine_tune` needs starts that end in an nn.Linear, their head, which is made anew, with one row of "
                 "scores for each sample; got one that ends in something else."
             )
-        losses, errors = self._tuned(self.fine_tune, network, name, given)
+        repeats = self._tuned(self.fine_tune, network, name, given)
+        losses, errors = repeats.mean(0)
+        luck = repeats[:, 0].mean(1).var().item() if len(repeats) > 1 else 0.0
         start = replace(start, fine_tuned=errors.mean().item())
-        return Measured(start, losses, self._compared(readout))
+        return Measured(start, losses, self._compared(readout), luck)
 
     def _row(self, layer: str, found: HeldOut) -> LayerReadout:
         error = missed = found.missed.item()
@@ -350,20 +362,21 @@ class _Ruler:
         if self.fine_tune is not None:
             ordered = sorted(starts, key=lambda start: found[start.name].losses.mean().item())
         first = found[ordered[0].name].losses
-        untrained = None
-        if self.scratch is not None and self.fine_tune is not None:
-            untrained = found[self.scratch].losses
+        scratch = found[self.scratch] if self.scratch is not None else None
         compared = []
         for start in ordered:
-            _, losses, frozen = found[start.name]
+            _, losses, frozen, _ = found[start.name]
             known: dict[str, Any] = {"behind": paired_interval(losses, first, confidence)}
             if self.law is not None:
                 low, high = start.interval
                 shares = torch.tensor([high, start.error, low], dtype=torch.float64)
                 known["onset"] = tuple(transfer_onset(shares, *self.law).tolist())
-            if untrained is not None and start.name != self.scratch:
-                known["call"] = call_of(untrained, losses, confidence, self.helps_before)
-                known["frozen_call"] = call_of(untrained, frozen, confidence)
+            if scratch and self.fine_tune and start.name != self.scratch:
+                # The start is as lucky as scratch is once; features that are frozen are not.
+                of_mean = scratch.luck / self.fine_tune.scratch_repeats
+                gain, of_gain = scratch.losses - losses, of_mean + scratch.luck
+                known["call"] = call_of(gain, of_gain, confidence, self.helps_before)
+                known["frozen_call"] = call_of(scratch.losses - frozen, of_mean, confidence)
             compared.append(replace(start, **known))
         return StartRanking(
             starts=tuple(compared),
@@ -383,7 +396,7 @@ class _Ruler:
         name: str,
         given: Model,
     ) -> Tensor:
-        """Cross-validate fine-tuning: losses and errors, ``[2, N]``."""
+        """Cross-validate fine-tuning: losses and errors of each repetition, ``[R, 2, N]``."""
         samples = self.samples
         every = []
         model = network.model
@@ -397,7 +410,7 @@ class _Ruler:
             found = cross_validated(samples.columns, fold, predict)
             errors = found.squares if self.real else found.wrong
             every.append(torch.stack([self._compared(found), errors]))
-        return torch.stack(every).mean(0)
+        return torch.stack(every)
 
     def _predicted(
         self,
