@@ -1,5 +1,6 @@
 """The user's own recipe: their module, from each of their starts, adapted in each way, on a few target labels."""
 
+import hashlib
 import json
 import math
 import re
@@ -115,13 +116,14 @@ class Own(Recipe):
             self.options = _trainer_options(trainer, accelerator, self.namespace)
             self.take_ways(adapt)
             fingerprint = self._choose_rows(labels, module)
+            self.learned = {}
             logged, self.seconds = self._tried()
         self.configuration = {
             "version": VERSION,
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
             "data": fingerprint,
             "batch_size": self.target.train.batch_size,
-            "optimizers": self.optimizers,
+            **self.learned[make],
             "trainer": _plain(self.options),
             "metric": logged,
             "mode": mode,
@@ -212,16 +214,20 @@ class Own(Recipe):
             raise ValueError(f"`data` must have {rule}, got {int(odd[0])}.")
 
     def _tried(self) -> tuple[str, float]:
-        """Train from the last start, in the last way, for a few steps and test it on one batch.
+        """Train what each function makes, in the last way and for a few steps, and test it on one batch.
 
         Returns:
             Name of the metric, and an estimate of the seconds of one training.
 
         Raises:
-            ValueError: If the module does not log the metric, or training fails.
+            ValueError: If a module does not log the metric, or training fails.
         """
         trials = self.trials(Path(), RunLog())
-        trial = max(reversed(trials), key=lambda trial: trial.labels)
+        most = [trial for trial in trials if trial.labels == max(self.labels)]
+        found = {self.starts[trial.start].make: trial for trial in most}  # the last of each
+        return [self._tried_one(trial) for trial in found.values()][-1]
+
+    def _tried_one(self, trial: Trial) -> tuple[str, float]:
         job = self.job(trial)
         loader = self.target.test
         ends: list[float] = []  # of training steps
@@ -241,7 +247,8 @@ class Own(Recipe):
             with quiet():
                 trainer = make_trainer(self.namespace, options)
                 trainer.fit(job.module, train_dataloaders=job.fit["train_dataloaders"])
-                self.optimizers = [*map(_optimizer, trainer.optimizers)]
+                start = self.starts[trial.start]
+                self.learned[start.make] = _learned(start.module(0), trainer)
                 if self.metric is None:
                     logged: Mapping[str, float] = own_error(job.module, loader, 1)
                 else:
@@ -252,7 +259,8 @@ class Own(Recipe):
         except ValueError:
             raise
         except Exception as error:  # of the user's own module
-            rule = "`model` must make a module that can be trained on `data`"
+            name = "model" if trial.start == SCRATCH else f"starts[{trial.start!r}]"
+            rule = f"`{name}` must make a module that can be trained on `data`"
             raise ValueError(f"{rule}, but {reason_of(error)}") from error
         metric = self.metric or next(iter(logged))
         if metric == "accuracy" and logged.get(metric, 0) > 1:
@@ -297,7 +305,7 @@ def _read_starts(
     if not isinstance(starts, Mapping) or not starts:
         rule = "must hold at least one start by its name"
         raise ValueError(f"`starts` {rule}, got {starts!r}.")
-    reading.make_module(make)
+    reading.check_new(make, "model")
     read = {SCRATCH: Start(make, {})}
     for name, given in starts.items():
         known = isinstance(name, str) and re.fullmatch(r"[\w.-]+", name, re.ASCII)
@@ -318,13 +326,25 @@ def _plain(options: Values) -> Values:
 
 def _told(option: Any) -> Values:
     """What an option that is no plain value is known by: its kind, and its plain attributes or its text."""
-    said = str(option)
-    known: Values = {"kind": type(option).__qualname__, "text": said}
-    if " at 0x" in said:  # another one in each process
-        del known["text"]
+    known: Values = {"kind": type(option).__qualname__, "text": _without_places(str(option))}
     attributes = getattr(option, "__dict__", {})
     plain = {name: x for name, x in attributes.items() if isinstance(x, bool | int | float | str)}
     return known | plain
+
+
+def _without_places(said: str) -> str:
+    """Leave out where something is in memory: that is another place in each process."""
+    return re.sub(" at 0x[0-9a-f]+", "", said)
+
+
+def _learned(module: Any, trainer: Any) -> Values:
+    """What the way is known by in which a module learns: its layers, optimizers and schedules."""
+    layers = _without_places(str(module))
+    return {
+        "network": hashlib.sha256(layers.encode()).hexdigest()[:12],
+        "optimizers": [*map(_optimizer, trainer.optimizers)],
+        "schedules": [*map(_schedule, trainer.lr_scheduler_configs)],
+    }
 
 
 def _optimizer(optimizer: Any) -> Values:
@@ -332,6 +352,11 @@ def _optimizer(optimizer: Any) -> Values:
     rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
     settings = {name: str(value) for name, value in optimizer.defaults.items()}
     return {"kind": type(optimizer).__qualname__, "rates": [*map(str, rates)], **settings}
+
+
+def _schedule(config: Any) -> Values:
+    """What a schedule of the learning rate is known by: its kind, its plain settings, and when it steps."""
+    return {**_told(config.scheduler), "interval": config.interval, "frequency": config.frequency}
 
 
 def _class_axes(outputs: Tensor, truth: Tensor) -> set[int]:

@@ -8,14 +8,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, TypeAlias
+from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
 from lightning_taskinfo._batches import read_batch
@@ -97,12 +96,26 @@ def read_start(argument: str, given: Given, make: MakeModule) -> Start:
     if isinstance(given, str | os.PathLike):
         given = read_checkpoint(argument, given).state
     if isinstance(given, Mapping):
-        return _fitted(argument, given, make)
+        state: Any = given.get("state_dict", given)
+        return _fitted(argument, state, make)
     if isinstance(given, nn.Module) or not callable(given):
         rule = "a checkpoint, a state dict or a function that makes a module"
         raise TypeError(f"`{argument}` must be {rule}, got a {type(given).__name__}.")
-    make_module(given, argument)
+    check_new(given, argument)
     return Start(given, {})
+
+
+def check_new(make: MakeModule, argument: str) -> None:
+    """Raise a ``ValueError`` if a function makes no LightningModule, or one that it has made before.
+
+    Trainings would begin with what others have left in its weights.
+    """
+    before = [ref(parameter) for parameter in make_module(make, argument).parameters()]
+    kept = {id(parameter) for parameter in (known() for known in before) if parameter is not None}
+    if any(id(parameter) in kept for parameter in make_module(make, argument).parameters()):
+        raise ValueError(
+            f"`{argument}` must make a new network at each call, got the same weights twice."
+        )
 
 
 def make_module(make: MakeModule, argument: str = "model") -> Any:
@@ -144,17 +157,22 @@ def _fitted(
     shapes = {key: getattr(tensor, "shape", None) for key, tensor in module.state_dict().items()}
     # Of all names that a module inside another may give them, those that suit most.
     weights: dict[str, Tensor] = {}
-    taken = ""
+    taken = into = ""
     for old, new in product(_prefixes(given), _prefixes(shapes)):
         renamed = {new + key.removeprefix(old): given[key] for key in given if key.startswith(old)}
         fitting = {key: x for key, x in renamed.items() if x.shape == shapes.get(key)}
-        apart = not (old.startswith(taken) or taken.startswith(old))
-        if fitting and apart and len(fitting) == len(weights):
+        as_many = fitting and len(fitting) == len(weights)
+        if as_many and _apart(old, taken):
             raise ValueError(
                 f"`{argument}` must hold one set of weights for `model`, got {taken!r} and {old!r}."
             )
+        if as_many and _apart(new, into):
+            raise ValueError(
+                f"`{argument}` must fit one part of `model`, got weights that fit {into!r} and {new!r} alike: let "
+                "their names begin with one of these."
+            )
         if len(fitting) > len(weights):
-            weights, taken = fitting, old
+            weights, taken, into = fitting, old, new
     weights = {key: weight.detach().cpu().clone() for key, weight in weights.items()}
     parameters = [key for key, _ in module.named_parameters()]
     fresh = tuple(key for key in parameters if key not in weights)
@@ -169,6 +187,10 @@ def _fitted(
     if left:
         warn(f"`{argument}` has no {', '.join(left[:3])}: batch norm starts as in a fresh module.")
     return Start(make, weights, fresh)
+
+
+def _apart(one: str, other: str) -> bool:
+    return not (one.startswith(other) or other.startswith(one))
 
 
 def _prefixes(names: Collection[str]) -> list[str]:
@@ -217,28 +239,38 @@ def adapted(module: Any, way: Adapt, head: Collection[str]) -> Any:
 
 
 def last_layer(module: Any, batch: Any) -> tuple[str, ...]:
-    """Return names of the parameters of the layer that runs last on a batch.
+    """Return names of the parameters that outputs are computed with from the last matrix on.
 
     Where the module cannot be called on the batch, they are those of the layer that was defined last.
+    All of the module is trainable afterwards.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
+    for known in names:
+        known.requires_grad_(known.is_floating_point())
+    outputs = seen_outputs(module, batch)
+    used: dict[nn.Parameter, int] = {}  # when it was used last
+    nodes: list[Any] = [] if outputs is None else [outputs.grad_fn]
+    seen = {*nodes}
+    for node in nodes:  # which grows
+        for source, _ in getattr(node, "next_functions", ()):
+            parameter: Any = getattr(source, "variable", None)
+            if parameter in names:
+                used[parameter] = max(used.get(parameter, 0), node._sequence_nr())
+            elif source is not None and source not in seen:
+                seen.add(source)
+                nodes.append(source)
+    matrices = [when for parameter, when in used.items() if parameter.dim() > 1]
+    if matrices:
+        return tuple(
+            name for parameter, name in names.items() if used.get(parameter, 0) >= max(matrices)
+        )
     layers = [part for part in module.modules() if not [*part.children()] and [*part.parameters()]]
-    found = layers[-1:]
-
-    def note(layer: nn.Module, _inputs: Any, _output: Any) -> None:
-        found[:] = [layer]
-
-    with ExitStack() as hooks:
-        for layer in layers:
-            hooks.enter_context(layer.register_forward_hook(note))
-        if seen_outputs(module, batch) is None:
-            found = layers[-1:]
-    return tuple(names[parameter] for layer in found for parameter in layer.parameters())
+    return tuple(names[parameter] for layer in layers[-1:] for parameter in layer.parameters())
 
 
 def seen_outputs(module: Any, batch: Any) -> Tensor | None:
     """Return a module's outputs for a batch, where it can be called; what is wrong is said when it is trained."""
-    with observing(module), torch.no_grad():
+    with observing(module):
         try:
             inputs, _ = read_batch(batch, module)
             return outputs_of(module, inputs)
@@ -266,7 +298,7 @@ def _add_adapters(module: nn.Module, head: Collection[str]) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
-    layers = [name for name in linear if f"{name}.weight" not in head]
+    layers = [name for name in linear if not any(part.startswith(f"{name}.") for part in head)]
     if not layers:
         raise ValueError(
             "`adapt` must suit the network, got 'lora' for one without linear layers before its head."

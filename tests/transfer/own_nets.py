@@ -84,6 +84,14 @@ class Decaying(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+class Silent(Net):
+    """Has no dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[3] = nn.Identity()
+
+
 class YesOrNo(Net):
     """Says yes or no by one logit, of targets that are whole numbers."""
 
@@ -150,6 +158,18 @@ class Other(pl.LightningModule):
     training_step = Net.training_step
     test_step = Net.test_step
     configure_optimizers = Net.configure_optimizers
+
+
+class Twins(Net):
+    """Has two networks of one kind inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.body, self.head
+        self.student, self.teacher = Net(), Net()
+
+    def forward(self, x):
+        return self.student(x) + self.teacher(x)
 
 
 class Rows(Dataset):

@@ -1,13 +1,13 @@
 """``transfer`` with a user's own module, data and starts."""
 
 import copy
-import functools
 import json
 import pickle
 import shutil
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,10 +36,12 @@ from tests.transfer.own_nets import (
     Percent,
     Places,
     Regression,
+    Silent,
     Slower,
     SomeSamples,
     TextData,
     TextNet,
+    Twins,
     Validated,
     YesOrNo,
     clusters,
@@ -56,10 +58,10 @@ class GradientClipping(Callback):
 
     def __init__(self, largest):
         self.largest = largest
-        self.names = functools.partial(int)
+        self.names = partial(int)
 
 
-@functools.cache
+@cache
 def pretrained(make, steps=60, **options):
     """The state of a network that was trained on more samples, maybe with other classes."""
     torch.manual_seed(0)
@@ -123,7 +125,9 @@ def test_the_same_seed_gives_the_same_numbers_and_a_finished_run_is_read(referen
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(reference, tmp_path):
+def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(
+    reference, tmp_path, monkeypatch
+):
     report, folder = reference
     grown = shutil.copytree(folder, tmp_path / "grown")
     more = {"four": pretrained(Net, classes=4), "other": Other}
@@ -137,9 +141,20 @@ def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(refe
         run(grown, starts={"four": pretrained(Net, steps=9, classes=4)})
     with pytest.raises(ValueError, match=r"(?s)data.training"):
         run(grown, data={**DATA, "train": clusters(90, 3, seed=3)})
-    Slower.__qualname__ = "Net"  # the same class, changed by its author
-    with pytest.raises(ValueError, match=r"(?s)optimizers.*0\.02.* there.*0\.001.* now"):
-        run(grown, make=Slower)
+    for module, change in CHANGED.items():
+        module.__qualname__ = "Net"  # the same class, changed by its author
+        with pytest.raises(ValueError, match=f"(?s){change}"):
+            run(grown, make=module)
+    monkeypatch.setattr(Other, "configure_optimizers", Slower.configure_optimizers)
+    with pytest.raises(ValueError, match=r"(?s)starts/other was begun with another.*optimizers"):
+        run(grown, starts=more)
+
+
+CHANGED = {
+    Slower: r"optimizers.*0\.02.* there.*0\.001.* now",
+    Decaying: r"schedules.* there.*StepLR.* now",
+    Silent: "network: .* there, .* now",
+}
 
 
 def test_all_starts_of_a_seed_have_the_same_labels_in_equal_shares(monkeypatch):
@@ -170,6 +185,12 @@ def test_dict_batches_of_a_data_module_with_augmentation():
     assert list(error.results[0].test) == ["error"]
     for ours, theirs in zip(error.results, reports[0].results, strict=True):
         assert ours.test["error"] == pytest.approx(theirs.test["test_error"], abs=1e-6)
+
+
+def test_a_checkpoint_that_was_read_is_a_start(reference):
+    checkpoint = {"state_dict": pretrained(Net, classes=4), "epoch": 3}
+    found = run(starts={"four": checkpoint})
+    assert found.cell("four", 12)[0].test == reference[0].cell("four", 12)[0].test
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "inner", "file"])
@@ -294,7 +315,7 @@ def test_frozen_parts_keep_their_statistics():
     from lightning_taskinfo.transfer.training import EpochKeeper
 
     net = adapted(Net(), "linear", ["head.weight", "head.bias"])
-    EpochKeeper(None, (0,)).on_train_epoch_start(None, net)
+    EpochKeeper((0,)).on_train_epoch_start(None, net)
     assert not net.body.training
     assert net.head.training
 
@@ -366,7 +387,7 @@ def test_the_plain_error_of_places_is_on_either_axis_of_the_classes(axis):
     x = torch.randn(40, 15, generator=torch.Generator().manual_seed(0))
     right = x.view(40, 5, 3).argmax(2)
     y = torch.where(torch.arange(5) < 2, (right + 1) % 3, right)  # wrong at two places of five
-    make = functools.partial(Places, axis)
+    make = partial(Places, axis)
     report = run(
         make=make, data={"train": (x, y), "test": (x, y)}, starts={"a": make}, metric=None, seeds=1
     )
@@ -579,6 +600,7 @@ FEW_LABELS = (DATA["train"][0], DATA["train"][1].clone())
 FEW_LABELS[1][4:] = -100
 YES = (DATA["train"][0], (DATA["train"][1] > 0).float())
 SQUARE = (torch.randn(30, 9), torch.randint(3, (30, 3)))
+ONE_NET = Net()
 BAD = {
     "a state dict that does not fit": (
         {"starts": {"a": Deep().state_dict()}},
@@ -681,6 +703,22 @@ BAD = {
             }
         },
         r"`starts\['a'\]` must hold one set of weights for `model`, got 'student.' and 'teacher.'",
+    ),
+    "two places for one network": (
+        {"make": Twins, "starts": {"a": Net().state_dict()}},
+        r"`starts\['a'\]` must fit one part of `model`, .*'student.' and 'teacher.' alike",
+    ),
+    "one network for all trainings": (
+        {"make": lambda: ONE_NET},
+        "`model` must make a new network at each call, got the same weights twice",
+    ),
+    "one network for all trainings from a start": (
+        {"starts": {"a": lambda: ONE_NET}},
+        r"`starts\['a'\]` must make a new network at each call",
+    ),
+    "a start that cannot be trained": (
+        {"starts": {"a": partial(Net, width=5)}},
+        r"`starts\['a'\]` must make a module that can be trained on `data`, but",
     ),
     "no steps": ({"trainer": {"max_steps": 0}}, "`trainer` must train .* got max_steps=0"),
     "an accuracy in percent": (

@@ -1,5 +1,7 @@
 """Starts and ways to adapt: which layer is the head, and what is trained."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch import nn
@@ -53,6 +55,30 @@ class Token(nn.Module):
         return self.net(x + self.token)
 
 
+class Bare(nn.Module):
+    """Has a head that is no layer: a matrix and a shift of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix, self.shift = nn.Parameter(torch.randn(8, 3)), nn.Parameter(torch.zeros(3))
+        self.body = nn.Linear(6, 8)
+
+    def forward(self, x):
+        return self.body(x).tanh() @ self.matrix + self.shift
+
+
+class Normed(nn.Module):
+    """Has a head whose weight is computed from two parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.utils.parametrizations.weight_norm(nn.Linear(8, 3))
+        self.body = nn.Linear(6, 8)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
 def trained(module):
     return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
@@ -72,6 +98,20 @@ def test_the_head_is_the_layer_that_runs_last(make, head):
     wanted = {f"{head}.weight", f"{head}.bias"}
     assert {*last_layer(module, BATCH)} == wanted
     assert trained(adapted(module, "linear", last_layer(module, BATCH))) == wanted
+
+
+def test_a_head_that_is_no_layer_is_found():
+    assert {*last_layer(Bare(), BATCH)} == {"matrix", "shift"}
+
+
+def test_a_head_whose_weight_is_computed_is_found_and_gets_no_adapters():
+    module = Normed()
+    head = last_layer(module, BATCH)
+    weights = "head.parametrizations.weight.original"
+    assert {*head} == {"head.bias", f"{weights}0", f"{weights}1"}
+    if find_spec("peft"):
+        names = trained(adapted(module, "lora", head))
+        assert {name.partition(".lora")[0] for name in names - {*head}} == {"body"}
 
 
 def test_the_head_of_a_module_that_cannot_be_called_is_the_layer_defined_last():

@@ -117,6 +117,7 @@ class Ready(Recipe):
         methods = ["standard"] if methods is None else [*methods]
         check_different("methods", methods)
         self.pretrained = {}
+        self.learned = {}
         for method in methods:
             self.pretrained[method] = "+".join(acting(method, "pretrain")) or "standard"
         self.labels = labels or [data.arguments["labels"]]
