@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.fisher import fisher_diagonal, gradient_gram, per_sample_squared_norms
@@ -256,13 +257,20 @@ class HalfDeep(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_samples_in_half_precision_keep_their_rows(dtype):
-    """More of them than there are powers of two to tell them by."""
+    """More of them than there are powers of two to tell them by.
+
+    The reference has the outputs of the same batch: those of a sample alone are rounded in another way on some
+    processors, and activations that flip change a gradient by a quarter.
+    """
     model = HalfDeep(dtype)
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(512, 5, generator=generator), torch.arange(512) % 3
     found = per_sample_squared_norms(model, x, y, labels="empirical")
-    alone = per_sample_squared_norms(model, x[:64], y[:64], labels="empirical", chunk_size=1)
-    torch.testing.assert_close(found[:64], alone, rtol=0.02, atol=0)
+    losses = cross_entropy(model(x), y, reduction="none")
+    for loss, norm in zip(losses[:64], found, strict=False):
+        gradients = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+        expected = sum(g.square().sum() for g in gradients)
+        torch.testing.assert_close(norm, expected, rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize("how", ["sign", "unit"])
