@@ -202,7 +202,7 @@ def _flat(
     """Return the gradients of ``n`` samples as one matrix ``[n, weights]``."""
     rows: Tensor | None = None
     for some, gradients in found.formed():
-        flat = gradients.reshape(len(gradients), -1)
+        flat = gradients.unsqueeze(-1).flatten(1)
         if rows is None:
             rows = flat.new_empty(n, flat.shape[1])
         rows[some] = flat

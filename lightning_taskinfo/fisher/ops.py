@@ -172,7 +172,7 @@ class Product(Use):
         samples: slice,
     ) -> Tensor:
         gradients = b[samples].mT @ self.of(samples)
-        return self._turned(gradients).reshape(-1, *self.shape)
+        return self._turned(gradients).reshape(len(gradients), *self.shape)
 
     def norms(self, scores: Scores) -> Tensor | None:
         norms = []
@@ -372,7 +372,7 @@ class Elementwise(Use):
         others = [*self.aligned[:first], *self.aligned[behind:]]  # axes of a row
         product = self.rows.samples_first(product)
         summed = product.sum_to_size(len(product), 1, *others)
-        gradients = summed.reshape(-1, *self.shape)
+        gradients = summed.reshape(len(summed), *self.shape)
         return gradients if self.scale == 1 else gradients * self.scale
 
     def gradients(

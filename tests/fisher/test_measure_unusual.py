@@ -117,6 +117,23 @@ def batch():
     return torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_parameters_without_entries_are_no_failure(batch):
+    class Empty(Net):
+        """A layer that reads no feature, and a shift and a scale without entries."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = nn.Linear(0, 5)
+            self.shift, self.scale = (nn.Parameter(torch.ones(0)) for _ in range(2))
+
+        def hidden(self, x: Tensor) -> Tensor:
+            nothing = self.b(x[:, :0] * self.scale + self.shift)
+            return self.a(x) + nothing
+
+    compare(Empty().double(), *batch)
+
+
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 1}], ids=str)
 @pytest.mark.filterwarnings("ignore:The model's outputs for a sample depend .* or on chance")
 def test_score_and_gradient_are_those_of_the_same_draw(batch, options):
