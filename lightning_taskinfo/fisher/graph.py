@@ -170,6 +170,11 @@ class Graph:
         """Return the operations between some and the outputs, without those behind ``blocked``."""
         return _reached(numbers, lambda i: [found[0] for found in self.consumers[i]], blocked)
 
+    def lowest(self, numbers: Collection[int]) -> list[int]:
+        """Return those of some operations that none of the others is below."""
+        above = self.behind(numbers)
+        return [number for number in numbers if number not in above]
+
     def below(self, number: int) -> set[int]:
         """Return an operation, and all that it was computed from."""
         return {number} | _reached([number], self.sources)

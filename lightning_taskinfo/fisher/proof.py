@@ -22,9 +22,9 @@ graph where weights may meet samples.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.graph import (
     Graph,
+    Note,
     Signature,
     Source,
     Uses,
@@ -53,6 +54,7 @@ MOVE_ROWS = re.compile(
 )
 
 PLANS = 64  # kept of a model, as for sentences of different lengths
+HELD = 1 << 26  # elements of gradients that are held together: 256 MB in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,9 +157,7 @@ class Plan:
                 names = graph.roots(source[0])
                 way = graph.way(source)
                 places.append(Place(number, place, source, found, names, way))
-        above = graph.behind(rows)
-        lowest = [number for number in rows if number not in above]
-        return cls(graph.signature, samples, places, lowest)
+        return cls(graph.signature, samples, places, graph.lowest(rows))
 
 
 class Plans:
@@ -288,7 +288,7 @@ class Prover:
         mixed, silent = self._mixed([*graph.uses(set())])
         for _ in range(self.rounds):
             uses = graph.uses(mixed)
-            rows = self._rows([*uses])
+            rows = self._rows(sorted(uses))
             failed = uses.keys() - rows.keys()
             if not failed:
                 break
@@ -349,26 +349,59 @@ class Prover:
             found = pulled_back(self.graph.outputs, edges, scores)
             return [*map(copied, found)] if functions else [*found]
 
+    def _visit(
+        self,
+        numbers: Collection[int],
+        by_sample: Tensor | None,
+        note: Note,
+        above: Collection[int] = (),
+    ) -> None:
+        """Backpropagate as far as some operations, and note gradients when they arrive, so that none is held.
+
+        Args:
+            numbers: The operations.
+            by_sample: As for :meth:`_backward`.
+            note: Takes the number of an operation, and the gradients by its outputs.
+            above: Other operations on the way.
+        """
+        lowest = self.graph.lowest(numbers)
+        with hooked(self.graph, {*numbers, *above}.difference(lowest), note):
+            captured = self._backward(lowest, by_sample)
+        for number, b in zip(lowest, captured, strict=True):
+            note(number, [b])
+
     def _apart(self, rows: dict[int, Rows]) -> bool:
         """Whether no gradient of a sample can reach rows of another one, whatever the numbers on the way are.
 
         Infinite scores of some samples make all that they flow into infinite or undefined, also where
         a zero hides it: in a product with a matrix of zeros and ones, or with a mask. Selections by
         a mask let everything pass, as another batch may have another mask. The rows of the others
-        must stay finite.
+        must stay finite, and so must those that no order of samples explains alone.
         """
-        infinite = torch.zeros_like(self.signs).masked_fill_(self.signs > 0, math.inf)
-        others = self.signs < 0
+        finite: list[Tensor] = []
+
+        def note(
+            number: int,
+            gradients: Sequence[Tensor | None],
+        ) -> None:
+            b = gradients[0]
+            if b is None:
+                return
+            finite.append(rows[number].samples_first(b)[others].isfinite().all())
+            if number in self.torn:
+                each = rows[number].rows_first(b).unsqueeze(-1).flatten(1)
+                finite.append(each[self.torn[number]].isfinite().all())
+
         try:
-            # Anomaly detection would refuse them.
-            with torch.autograd.set_detect_anomaly(False), self.graph.without_masks():
-                gradients = self._backward([*rows], infinite)
+            for sign in (1, -1) if self.torn else (1,):
+                others = self.signs * sign < 0
+                infinite = torch.zeros_like(self.signs).masked_fill_(~others, math.inf)
+                # Anomaly detection would refuse them.
+                with torch.autograd.set_detect_anomaly(False), self.graph.without_masks():
+                    self._visit(rows, infinite, note)
         except Exception:  # of a hook of the user's that takes no such numbers
             return False
-        for found, b in zip(rows.values(), gradients, strict=True):
-            if b is not None and not bool(found.samples_first(b)[others].isfinite().all()):
-                return False
-        return True
+        return all(map(bool, finite))
 
     # 1. Where samples are added up
 
@@ -391,22 +424,17 @@ class Prover:
         by_sample: Tensor | None,
     ) -> dict[int, Tensor]:
         """Return the squared norm of the gradient at the output of every operation down to ``uses``."""
-        norms: dict[int, Tensor] = {}
+        nothing = torch.zeros((), dtype=torch.float64, device=self.signs.device)
+        norms = dict.fromkeys(uses, nothing)
 
         def note(
             number: int,
             gradients: Sequence[Tensor | None],
         ) -> None:
-            squared = torch.zeros((), dtype=torch.float64, device=self.signs.device)
-            for g in gradients:
-                if g is not None:
-                    squared += vector_norm(g).square()
-            norms[number] = squared
+            squares = [vector_norm(g).square() for g in gradients if g is not None]
+            norms[number] = sum(squares, nothing)
 
-        with hooked(self.graph, self.graph.behind(uses), note):
-            captured = self._backward(uses, by_sample)
-        for number, b in zip(uses, captured, strict=True):
-            note(number, [b])
+        self._visit(uses, by_sample, note, above=self.graph.behind(uses))
         return norms
 
     # 2. Whose the rows are
@@ -414,11 +442,11 @@ class Prover:
     def _rows(self, numbers: list[int]) -> dict[int, Rows]:
         """Return which sample each row belongs to, by operation, without those of which a row belongs to several."""
         self.unsure: set[int] = set()  # operations whose rows may be others in another batch
+        self.torn: dict[int, Tensor] = {}  # where two orders fit: the rows on which they disagree
         self.moved: set[int] = set()  # those among them whose rows have an order of their own
         no_rows = torch.zeros(self.samples, 0, dtype=torch.long, device=self.signs.device)
-        passes = [self._backward(numbers, by_sample) for by_sample in (None, *self.factors)]
         found = {}
-        for number, *gradients in zip(numbers, *passes, strict=True):
+        for number, *gradients in self._compared(numbers):
             b, *scaled = [g for g in gradients if g is not None] or [None]
             if b is None or len(scaled) < len(self.factors):
                 found[number] = Rows(index=no_rows)
@@ -433,6 +461,17 @@ class Prover:
                     found[number] = self._in_order(number, samples, way)
                     break
         return found
+
+    def _compared(self, numbers: list[int]) -> Iterator[tuple[Any, ...]]:
+        """Yield operations, each with its gradients of all passes: of a few at a time, as they are held together."""
+        passes = (None, *self.factors)
+        while numbers:
+            held = accumulate(shape_of(self.graph.edge(number)).numel() for number in numbers)
+            few = max(1, sum(elements * len(passes) <= HELD for elements in held))
+            some, numbers = numbers[:few], numbers[few:]
+            yield from zip(
+                some, *[self._backward(some, of_pass) for of_pass in passes], strict=True
+            )
 
     def _samples(
         self,
@@ -476,7 +515,8 @@ class Prover:
 
         Rows without a gradient, as behind a mask, tell nothing. Whatever they are taken for is right for this batch.
         For another one their samples must follow from the others': all samples have rows, one after the other or in
-        turns, and only one of these two orders fits.
+        turns. Where both orders fit, as for the first of 9 tokens of 4 samples, they must agree on all rows that a
+        gradient can reach.
         """
         n, count = self.samples, len(samples)
         known = samples >= 0
@@ -488,8 +528,10 @@ class Prover:
             in_blocks = torch.equal(seen, numbers[known] // repeat)
             in_turns = torch.equal(seen, numbers[known] % n)
             every_one = len(seen.unique()) == n
-            if every_one and (in_blocks or in_turns) and (repeat == 1 or in_blocks != in_turns):
+            if every_one and (in_blocks or in_turns):
                 self.unsure.remove(number)
+            if in_blocks and in_turns and repeat > 1:
+                self.torn[number] = numbers // repeat != numbers % n
             if in_blocks:
                 return replace(way, repeat=repeat)
             if in_turns:

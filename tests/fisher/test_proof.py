@@ -221,6 +221,52 @@ def test_no_proof_lasts_where_two_orders_of_rows_fit():
     assert not plan(Ends("sample first").double(), x).lasting
 
 
+class FirstToken(nn.Module):
+    """A classifier by the first of the tokens: no gradient reaches those of the others behind the last exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h = h + h.mean(1, keepdim=True)
+        rows = self.b(h.tanh().flatten(0, 1))
+        return self.c(rows.unflatten(0, x.shape[:2])[:, 0].tanh())
+
+
+@pytest.mark.parametrize(("n", "positions"), [(4, 5), (4, 9), (2, 7), (7, 197)])
+def test_proofs_last_where_two_orders_agree_on_all_rows_that_count(n, positions):
+    torch.manual_seed(0)
+    model = FirstToken().double()
+    assert plan(model, data(n, positions)[0]).lasting
+    check(model, n, positions)
+    check(model, n, positions)
+
+
+def test_gradients_of_a_few_operations_are_held_together(model, monkeypatch):
+    x, _ = data(7)
+    model.gate.data.fill_(1.0)
+    model.forward = lambda x: model.c(model.b(model.a(x)).tanh()).sum(1)
+    expected = plan(model, x)
+    monkeypatch.setattr(proof, "HELD", 1)
+    held = []
+
+    def backward(self, numbers, by_sample, run=Prover._backward):
+        found = run(self, numbers, by_sample)
+        held.append(len(found))
+        return found
+
+    monkeypatch.setattr(Prover, "_backward", backward)
+    found = plan(model, x)
+    assert max(held) == 1 < len(expected.places)
+    assert {at.number: at.rows for at in found.places}.keys() == {
+        at.number for at in expected.places
+    }
+    assert found.lasting
+    assert not found.unshown
+
+
 class Function(torch.autograd.Function):
     """Moves rows where only the function itself knows it."""
 
