@@ -168,10 +168,11 @@ def peak(name: str, quantity: str) -> dict[str, float]:
     """Return what a call adds to memory at its peak, and the size of the trainable weights, in MB (Linux).
 
     Tensors are counted as torch allocates and frees them; the resident memory has besides what the
-    allocator does not give back. It is not the first call, which looks for the samples; run this in
-    a child of its own.
+    allocator does not give back. The first call, which looks for the samples, is told apart, and the
+    second looks for them once more; run this in a child of its own.
     """
     call = made(name)[quantity]
+    first = tensor_bytes(call)
     call()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # or the call takes what the one before has left
@@ -182,6 +183,7 @@ def peak(name: str, quantity: str) -> dict[str, float]:
     grown = 1024 * int(status.partition("VmHWM:")[2].split()[0]) - before
     weights = sum(p.nbytes for p in CASES[name].make()[0].parameters() if p.requires_grad)
     return {
+        "first_mb": first / 1e6,
         "peak_mb": tensor_bytes(call) / 1e6,
         "resident_mb": grown / 1e6,
         "weights_mb": weights / 1e6,
@@ -194,11 +196,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         "# Networks that people fine-tune",
         "",
         "Time over a plain forward and backward pass of the same batch, median (lowest to highest); that of the first "
-        "call, which finds out where the samples are; how much one call raises the peak of memory: of tensors, and of "
-        "the resident memory, in which freed blocks are left over.",
+        "call, which finds out where the samples are; how much one call raises the peak of memory: of tensors, those "
+        "of the first call, and of the resident memory, in which freed blocks are left over.",
         "",
-        "| Network | Quantity | Ratio | Goal | First call | Tensors, MB | Resident, MB | Weights, MB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| Network | Quantity | Ratio | Goal | First call | Tensors, MB | First, MB | Resident, MB | Weights, MB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         told = row.get("refused") or ""
@@ -208,7 +210,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             told = f"wrong by {row['error']:.0%}"
         goal = "" if row.get("goal") is None else f"{row['goal']:.2f}"
         first = f"{row['first']:.2f}" if "first" in row else ""
-        keys = ("peak_mb", "resident_mb", "weights_mb")
+        keys = ("peak_mb", "first_mb", "resident_mb", "weights_mb")
         memory = [f"{row[key]:.0f}" if key in row else "" for key in keys]
         cells = (row["network"], row["quantity"], told, goal, first, *memory)
         lines.append(f"| {' | '.join(cells)} |")

@@ -230,12 +230,11 @@ class Recipe:
     batch: int
     steps: dict[int, int]
     test: int  # images
-    keeps_statistics: bool = False  # of batch norm, in training too
 
 
 RECIPES = {
     "small": Recipe(3e-3, 32, STEPS, 1000),
-    "large": Recipe(1e-3, 16, {20: 30, 50: 30, 200: 90}, 300, keeps_statistics=True),
+    "large": Recipe(1e-3, 16, dict.fromkeys((20, 50, 200), 30), 300),
 }
 
 
@@ -376,10 +375,6 @@ def train(network: nn.Module, images: Images, recipe: Recipe, steps: int, seed: 
     optimizer = torch.optim.Adam(parameters, lr=recipe.rate, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, total_steps=steps)
     network.train()
-    if recipe.keeps_statistics:
-        for module in network.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.eval()
     order = torch.empty(0, dtype=torch.long)
     for _ in range(steps):
         if len(order) < min(recipe.batch, len(images.y)):
