@@ -65,6 +65,11 @@ class LocalMinimum(Probe):
     ) -> None:
         super().__init__(max_samples=max_samples, data=data, labels=labels, **probe)
         check_choice(["empirical", "sampled"], labels=labels)
+        if self.mc_samples != 1:
+            raise ValueError(
+                "`mc_samples` must be 1, as the matrix has one gradient for each sample, got "
+                f"{self.mc_samples}."
+            )
         check_counts(draws=draws, subset_size=subset_size)
         if subset_size is not None and subset_size > max_samples:
             raise ValueError(

@@ -88,3 +88,5 @@ def test_refuses_subsets_larger_than_the_whole():
 def test_refuses_several_gradients_a_sample():
     with pytest.raises(ValueError, match="`labels` must be one of empirical, sampled, got 'exact'"):
         LocalMinimum(labels="exact")
+    with pytest.raises(ValueError, match=r"`mc_samples` must be 1, .* got 2"):
+        LocalMinimum(labels="sampled", mc_samples=2)
