@@ -631,3 +631,69 @@ def test_a_hook_that_refuses_infinite_gradients_is_no_failure():
         per_sample_squared_norms(model, x, y, labels="empirical")
     with torch.autograd.detect_anomaly(check_nan=True):
         per_sample_squared_norms(nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,)))
+
+
+def test_a_table_that_is_normed_before_it_is_looked_up():
+    """Samples that share no entry give each row of the table to one of them, which is no other way of moving rows."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items, self.c = nn.Parameter(torch.randn(9, 4)), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(nn.functional.normalize(self.items, dim=1)[x])
+
+    torch.manual_seed(0)
+    model, y = Normed().double(), torch.tensor([0, 1, 2])
+    for items in ([1, 1, 4], [5, 2, 3], [8, 0, 4], [7, 7, 7]):
+        compare(model, torch.tensor(items), y)
+    assert len(_KNOWN[model].plans.kept) == 1
+
+
+def test_parts_of_a_weight_that_no_gradient_reaches():
+    """The first forget gate of an LSTM meets a state of zeros: it need not be told apart by sample."""
+
+    class Prompted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start = nn.Parameter(torch.randn(3, 4))
+            self.lstm, self.c = nn.LSTM(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            prompt, _ = self.lstm(self.start)
+            return self.c(x) @ prompt
+
+    torch.manual_seed(0)
+    model = Prompted().double()
+    for _ in range(3):
+        compare(model, torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,)))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_matrix_of_learned_edges(layout):
+    """Graphs of four nodes, as one: attention over edges is a sparse matrix that has gradients."""
+
+    class Attended(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.edge, self.c = nn.Linear(3, 4), nn.Linear(8, 1), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x).flatten(0, 1)
+            node = torch.arange(len(h))
+            source = node ^ 1
+            weight = self.edge(torch.cat([h, h[source]], 1)).squeeze(1)
+            if layout == torch.sparse_coo:
+                places = torch.stack([node, source])
+                edges = torch.sparse_coo_tensor(places, weight, (len(h), len(h)))
+            else:
+                ends = torch.arange(len(h) + 1)
+                edges = torch.sparse_csr_tensor(ends, source, weight, (len(h), len(h)))
+            h = torch.sparse.mm(edges, h).view(len(x), 4, 4)
+            return self.c(h.tanh().sum(1))
+
+    torch.manual_seed(0)
+    model = Attended().double()
+    for _ in range(3):
+        compare(model, torch.randn(5, 4, 3, dtype=torch.float64), torch.randint(3, (5,)))
