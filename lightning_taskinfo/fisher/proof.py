@@ -50,7 +50,7 @@ from lightning_taskinfo.fisher.graph import (
 # of another.
 MOVE_ROWS = re.compile(
     "Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding|"
-    "Segment|Sparse|CopySlices"
+    "Segment|Sparse|CopySlices|Cummax|Cummin|Median|Mode|Unpool|GridSampler"
 )
 
 PLANS = 64  # kept of a model, as for sentences of different lengths

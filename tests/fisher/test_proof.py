@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import reduce
 
 import pytest
 import torch
@@ -338,9 +339,50 @@ def by_sparse_product(h: Tensor, order: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(places, ones, (len(h), len(h))) @ h
 
 
-def by_largest(h: Tensor, order: Tensor) -> Tensor:
+def others_far_below(h: Tensor, order: Tensor) -> Tensor:
     mask = torch.eye(len(h), dtype=torch.bool)[order]
-    return (h + torch.where(mask, 0.0, -1e9).unsqueeze(-1)).max(1).values
+    return h + torch.where(mask, 0.0, -1e9).unsqueeze(-1)
+
+
+def by_largest(h: Tensor, order: Tensor) -> Tensor:
+    return others_far_below(h, order).max(-2).values
+
+
+def by_larger(h: Tensor, order: Tensor) -> Tensor:
+    columns = others_far_below(h, order).unbind(1)
+    return reduce(torch.maximum, columns)
+
+
+def by_running_maximum(h: Tensor, order: Tensor) -> Tensor:
+    return others_far_below(h, order).cummax(1).values[:, -1]
+
+
+def by_rectifying(h: Tensor, order: Tensor) -> Tensor:
+    return others_far_below(h + 2, order).relu().sum(1)
+
+
+def by_pooling(h: Tensor, order: Tensor) -> Tensor:
+    return nn.functional.adaptive_max_pool1d(others_far_below(h, order).mT, 1).squeeze(-1)
+
+
+def by_unpooling(h: Tensor, order: Tensor) -> Tensor:
+    places = order.argsort().expand(h.shape[1], -1)
+    return nn.functional.max_unpool1d(h.T, places, 1, 1).T
+
+
+def by_grid(h: Tensor, order: Tensor) -> Tensor:
+    places = (2 * order + 1) / len(h) - 1
+    grid = torch.stack([places, torch.zeros(len(h))], 1).to(h.dtype)
+    moved = nn.functional.grid_sample(
+        h.T[None, :, None], grid[None, None], mode="nearest", align_corners=False
+    )
+    return moved[0, :, 0].T
+
+
+def by_power(h: Tensor, order: Tensor) -> Tensor:
+    """Add up all samples, the others to the power of zero."""
+    mask = torch.eye(len(h), dtype=h.dtype)[order]
+    return (h ** mask.unsqueeze(-1)).sum(1) - len(h) + 1
 
 
 class Moving(nn.Module):
@@ -371,6 +413,13 @@ MOVES = {
     "filling and sum": by_filling_and_sum,
     "writing": by_writing,
     "sparse product": by_sparse_product,
+    "largest": by_largest,
+    "larger": by_larger,
+    "running maximum": by_running_maximum,
+    "rectifying": by_rectifying,
+    "pooling": by_pooling,
+    "unpooling": by_unpooling,
+    "grid": by_grid,
 }
 
 
@@ -400,12 +449,26 @@ def test_no_proof_lasts_where_rows_may_move_by_their_values(move, n):
 
 def test_rows_that_move_in_a_way_that_no_operation_tells_are_found_out():
     torch.manual_seed(0)
-    model = Moving(by_largest).double()
+    model = Moving(by_power).double()
     compare(model, *rolled(0))
     with pytest.warns(TaskInfoWarning, match="b.bias, b.weight, which the batches before"):
         compare(model, *rolled(3))
     for first in (0, 0, 0, 4, 2):  # nothing is kept any more, whatever the next ones look like
         compare(model, *rolled(first))
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool1d(2), nn.AdaptiveMaxPool1d(3)])
+def test_proofs_last_for_networks_that_pool(pool):
+    class Largest(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.max(-1).values
+
+    torch.manual_seed(0)
+    layers = nn.Conv1d(2, 4, 3), nn.ReLU(), pool, nn.ReLU6(), Largest(), nn.Linear(4, 3)
+    model = nn.Sequential(*layers).double()
+    for _ in range(3):
+        compare(model, torch.randn(5, 2, 8, dtype=torch.float64), torch.randint(3, (5,)))
+    assert len(_KNOWN[model].plans.kept) == 1
 
 
 def test_proofs_are_made_again_ever_more_rarely(model, monkeypatch):
