@@ -29,7 +29,11 @@ MOVE_ENTRIES = re.compile(
     r"(T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Unsqueeze|Squeeze|Alias|Clone|Slice|Select|Split|"
     r"SplitWithSizes|UnsafeSplit|Unbind|Narrow|Diagonal)Backward\d"
 )
-SELECT = re.compile(r"(Where|MaskedFill)Backward\d")
+# Operations that let the gradient of some entries pass, and that of others not, by their values.
+SELECT = re.compile(
+    r"(Where|MaskedFill|Relu|Threshold|Clamp|ClampMin|ClampMax|Hard\w+|Softshrink|Maximum|Minimum|Fmax|Fmin|Max|Min|"
+    r"\w*MaxPool\dD\w*)Backward\d"
+)
 WHOLE = (int, tuple)  # kinds of settings that may say where rows go
 
 Source = tuple[int, int]  # number of an operation, and which of its outputs
@@ -122,16 +126,23 @@ class Graph:
         """Let gradients pass by selections in backward passes, as if every mask selected everything."""
 
         def pass_on(
+            node: Any,
             inputs: tuple[Tensor | None, ...],
             outputs: tuple[Tensor | None, ...],
         ) -> Any:
-            (g,) = outputs
+            g = outputs[0]
             if g is None:
                 return None
-            return tuple(None if x is None else g.sum_to_size(x.shape).to(x.dtype) for x in inputs)
+            pooled = re.search(r"MaxPool(\d)D", type(node).__name__)
+            if pooled is not None:
+                g = g.sum([*range(-int(pooled[1]), 0)], keepdim=True)
+            elif not getattr(node, "_saved_keepdim", True):  # the largest along an axis
+                axis = node._saved_dim
+                g = g.unsqueeze(axis if axis < 2**63 else axis - 2**64)  # -1 as an unsigned number
+            return tuple(x if x is None else _spread(g, x) for x in inputs)
 
         nodes = [node for node in self.nodes if SELECT.fullmatch(type(node).__name__)]
-        return removed([node.register_hook(pass_on) for node in nodes])
+        return removed([node.register_hook(partial(pass_on, node)) for node in nodes])
 
     @cached_property
     def consumers(self) -> dict[int, list[tuple[int, int, int]]]:
@@ -231,6 +242,14 @@ class Graph:
         if found is None:
             return False
         return bool((found == large).all())
+
+
+def _spread(
+    gradient: Tensor,
+    other: Tensor,
+) -> Tensor:
+    """Return a gradient in the shape of another one, repeated or added up as broadcasting tells."""
+    return (gradient + torch.zeros_like(other)).sum_to_size(other.shape).to(other.dtype)
 
 
 def _settings(node: Any) -> list[Any]:

@@ -373,7 +373,8 @@ class Measurement:
             plan = plan_of_one(graph)
             return plan and self.known.plans.keep(plan)
         rounds = 1 if self.sharded else 4
-        plan = Prover(graph, n, rounds=rounds, alone=self.known.alone).plan()
+        before = self.known.plans.like(graph.signature, n)
+        plan = Prover(graph, n, rounds=rounds, alone=self.known.alone, before=before).plan()
         for name, p in self.parameters.items():
             if p.grad is not None:  # by a backward pass inside of an operation, unseen in the graph
                 p.grad = None

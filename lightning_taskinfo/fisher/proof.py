@@ -50,7 +50,7 @@ from lightning_taskinfo.fisher.graph import (
 # of another.
 MOVE_ROWS = re.compile(
     "Index|Gather|Scatter|Sort|Topk|Flip|Masked(?!Fill|Softmax)|Take|Put|Unique|Kthvalue|Embedding|"
-    "Segment|Sparse|CopySlices"
+    "Segment|Sparse|CopySlices|Cummax|Cummin|Median|Mode|Unpool|GridSampler"
 )
 
 PLANS = 64  # kept of a model, as for sentences of different lengths
@@ -130,6 +130,7 @@ class Plan:
         seen: Whether a sample's outputs were seen not to depend on the others of its batch.
         moved: Parameters whose rows have another order than one sample after the other, or in turns.
         asked: How often the plan was asked for again.
+        mixed: Operations that were taken for parts of a weight, as they add samples up.
     """
 
     signature: Signature
@@ -141,6 +142,7 @@ class Plan:
     seen: bool = False
     moved: set[str] = field(default_factory=set)
     asked: int = 0
+    mixed: set[int] = field(default_factory=set)
 
     @classmethod
     def of(
@@ -178,7 +180,7 @@ class Plans:
         samples: int,
     ) -> Plan | None:
         """Return the plan that fits a graph; None if there is none, or if it is to be shown again."""
-        plan = self._like(graph.signature, samples)
+        plan = self.like(graph.signature, samples)
         if plan is None:
             return None
         plan.asked += 1
@@ -187,7 +189,7 @@ class Plans:
 
     def keep(self, plan: Plan) -> Plan:
         """Keep a plan that was just shown, if it lasts, in the place of the one before, and return it."""
-        before = self._like(plan.signature, plan.samples)
+        before = self.like(plan.signature, plan.samples)
         changed = plan.moved | plan.unshown.keys()
         if before is not None:
             plan.asked = before.asked
@@ -203,11 +205,12 @@ class Plans:
             self.kept = [*self.kept[1 - PLANS :], plan]
         return plan
 
-    def _like(
+    def like(
         self,
         signature: Signature,
         samples: int,
     ) -> Plan | None:
+        """Return the plan of such graphs, also if it is to be shown again."""
         plans = (plan for plan in self.kept if plan.samples == samples)
         return next((plan for plan in plans if plan.signature == signature), None)
 
@@ -235,6 +238,12 @@ def plan_of_one(graph: Graph) -> Plan | None:
     return plan
 
 
+def _squared_norm(g: Tensor) -> Tensor:
+    """Return the squared norm of a gradient, which is sparse for a sparse matrix that was computed, as of edges."""
+    entries = g if g.layout == torch.strided else g.to_sparse_coo().coalesce().values()
+    return vector_norm(entries).square()
+
+
 @dataclass
 class Prover:
     """Finds the uses in a graph, and the sample of each row, as the head of this file says.
@@ -244,12 +253,15 @@ class Prover:
         samples: How many samples there are.
         rounds: How often uses that mix samples are replaced by what uses them.
         alone: The signature of the graph of one sample.
+        before: The plan to show again. What added samples up stays a part of a weight, also if no two samples have
+            an entry in common this time, as of a table that is normed and then looked up.
     """
 
     graph: Graph
     samples: int
     rounds: int = 4
     alone: Signature = field(default_factory=list)
+    before: Plan | None = None
 
     def __post_init__(self) -> None:
         graph, samples = self.graph, self.samples
@@ -286,6 +298,8 @@ class Prover:
         """Return what can be shown."""
         graph = self.graph
         mixed, silent = self._mixed([*graph.uses(set())])
+        if self.before is not None:
+            mixed |= self.before.mixed
         for _ in range(self.rounds):
             uses = graph.uses(mixed)
             rows = self._rows(sorted(uses))
@@ -294,6 +308,7 @@ class Prover:
                 break
             mixed |= failed
         plan = Plan.of(graph, self.samples, uses, rows)
+        plan.mixed = mixed
         plan.unshown = self._unshown(uses, rows, mixed, silent)
         for at in plan.places:
             if at.number in self.moved:
@@ -323,8 +338,9 @@ class Prover:
         graph = self.graph
         odd = uses.keys() - rows.keys()
         odd |= {number for number in uses if graph.unusual(number)}
-        # What mixes samples, and has rows of samples behind it, would count these rows twice.
-        behind = graph.behind(uses.keys() - odd, blocked=silent)
+        # What mixes samples, and has rows of samples behind it, would count these rows twice: not
+        # where no gradient arrives, as at the first forget gate of an LSTM without samples.
+        behind = graph.behind(uses.keys() - odd - silent, blocked=silent)
         odd |= (behind | {0}) & mixed
         unshown: dict[str, str] = {}
         for number in odd:
@@ -431,8 +447,7 @@ class Prover:
             number: int,
             gradients: Sequence[Tensor | None],
         ) -> None:
-            squares = [vector_norm(g).square() for g in gradients if g is not None]
-            norms[number] = sum(squares, nothing)
+            norms[number] = sum((_squared_norm(g) for g in gradients if g is not None), nothing)
 
         self._visit(uses, by_sample, note, above=self.graph.behind(uses))
         return norms
