@@ -224,31 +224,44 @@ class Own(Recipe):
         """
         trials = self.trials(Path(), RunLog())
         most = [trial for trial in trials if trial.labels == max(self.labels)]
-        found = {self.starts[trial.start].make: trial for trial in most}  # the last of each
-        return [self._tried_one(trial) for trial in found.values()][-1]
+        # By what the first one shows a folder is known: of `model`, scratch, which is always there.
+        first = {self.starts[trial.start].make: trial for trial in reversed(most)}
+        last = {self.starts[trial.start].make: trial for trial in most}
+        tried = {trial.name: trial for trial in [*first.values(), *last.values()]}
+        return [self._tried_one(trial) for trial in tried.values()][-1]
 
     def _tried_one(self, trial: Trial) -> tuple[str, float]:
         job = self.job(trial)
         loader = self.target.test
+        make = self.starts[trial.start].make
         ends: list[float] = []  # of training steps
-        clock = NAMESPACES[self.namespace].callbacks.LambdaCallback(
-            on_train_batch_end=lambda *_: ends.append(time.perf_counter())
+
+        def learn(trainer: Any, _module: Any) -> None:
+            """Note this before the first step: schedules keep in their attributes what training has shown."""
+            fresh = self.starts[trial.start].module(0)
+            self.learned.setdefault(make, _learned(fresh, trainer))
+
+        watch = NAMESPACES[self.namespace].callbacks.LambdaCallback(
+            on_train_start=learn,
+            on_train_batch_end=lambda *_: ends.append(time.perf_counter()),
         )
         options = {
+            # So that the end of an epoch is reached, and what is monitored then has been validated.
+            "limit_train_batches": TRIED,
             **job.options,
-            "callbacks": [*job.options["callbacks"], clock],
+            "callbacks": [*job.options["callbacks"], watch],
             "logger": False,
             "max_steps": TRIED,
             "limit_test_batches": 1,
-            "limit_val_batches": 0,
+            "limit_val_batches": 1,
+            "val_check_interval": None,
+            "check_val_every_n_epoch": 1,
         }
         begun = time.perf_counter()
         try:
             with quiet():
                 trainer = make_trainer(self.namespace, options)
-                trainer.fit(job.module, train_dataloaders=job.fit["train_dataloaders"])
-                start = self.starts[trial.start]
-                self.learned[start.make] = _learned(start.module(0), trainer)
+                trainer.fit(job.module, **job.fit)
                 if self.metric is None:
                     logged: Mapping[str, float] = own_error(job.module, loader, 1)
                 else:

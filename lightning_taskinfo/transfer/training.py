@@ -356,13 +356,22 @@ class EpochWriter(Callback):
         if trainer.current_epoch and time.monotonic() >= self._next_write:
             self._write(trainer)
 
-    def on_train_end(
+    def on_fit_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
     ) -> None:
-        """Write what the last epoch has left."""
+        """Write what is tested: averages of weights take their place at the end of training."""
         self._write(trainer)
+
+    def on_load_checkpoint(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        checkpoint: Values,
+    ) -> None:
+        """Put weights back that were never trained: callbacks that average weights look for all of them."""
+        checkpoint["state_dict"] = {**pl_module.state_dict(), **checkpoint["state_dict"]}
 
     def _write(self, trainer: Trainer) -> None:
         begun = time.monotonic()

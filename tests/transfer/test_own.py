@@ -24,6 +24,8 @@ from lightning_taskinfo.transfer.starts import Start
 from lightning_taskinfo.transfer.training import Trial
 from tests.ranks import forked
 from tests.transfer.own_nets import (
+    Averaged,
+    Averaging,
     Decaying,
     Deep,
     DictData,
@@ -43,6 +45,8 @@ from tests.transfer.own_nets import (
     TextNet,
     Twins,
     Validated,
+    Waiting,
+    WaitingForValidation,
     YesOrNo,
     clusters,
     freeze_first,
@@ -148,6 +152,28 @@ def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(
     monkeypatch.setattr(Other, "configure_optimizers", Slower.configure_optimizers)
     with pytest.raises(ValueError, match=r"(?s)starts/other was begun with another.*optimizers"):
         run(grown, starts=more)
+
+
+def test_labels_ways_and_starts_are_added_to_modules_with_schedules_and_rates_of_parts(tmp_path):
+    """What a schedule has seen, and which parts a way trains, is not what a folder is known by."""
+    options = {"make": Waiting, "batch_size": 8}
+    before = run(tmp_path, **options, labels=6)
+    starts = {"four": pretrained(Net, classes=4), "other": pretrained(Net, steps=9, classes=4)}
+    after = run(tmp_path, **options, labels=[6, 30], adapt=["full", "linear"], starts=starts)
+    for ours, theirs in (("four", "four, full"), ("scratch", "scratch")):
+        assert after.cell(theirs, 6)[0].test == before.cell(ours, 6)[0].test
+
+
+@pytest.mark.parametrize(
+    "often", [{"check_val_every_n_epoch": 1}, {"val_check_interval": 4}], ids=str
+)
+def test_what_is_seen_in_validation_can_be_monitored(often):
+    data = {**DATA, "validation": clusters(40, 3, seed=2)}
+    trainer = {**TRAINER, **often, "callbacks": [EarlyStopping("val_error", patience=9)]}
+    options = {"data": data, "trainer": trainer, "labels": 30, "batch_size": 6, "seeds": 1}
+    report = run(make=WaitingForValidation, **options)
+    assert len(report.results[0].curves) == 4
+    assert "val_error" in report.results[0].curves[-1]
 
 
 CHANGED = {
@@ -488,6 +514,29 @@ def test_a_run_goes_on_between_epochs_whatever_its_length_is_given_by(
         run(tmp_path, **options)
     assert len({*paths}) == 1
     monkeypatch.undo()
+    assert same(run(tmp_path, **options), whole)
+
+
+@pytest.mark.parametrize("adapt", ["full", "linear"])
+def test_a_run_that_is_killed_while_it_is_tested_is_tested_with_the_same_weights(
+    tmp_path, monkeypatch, adapt
+):
+    from lightning_taskinfo.transfer import training
+
+    options = {"make": Averaged, "adapt": adapt, "seeds": 1}
+    options["trainer"] = {**TRAINER, "callbacks": [Averaging()]}
+    whole = run(**options)
+    written = training.save_checkpoint
+
+    def stop(trainer, path):
+        written(trainer, path)
+        if "four" in str(path) and trainer.current_epoch == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "save_checkpoint", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, **options)
+    monkeypatch.setattr(training, "save_checkpoint", written)
     assert same(run(tmp_path, **options), whole)
 
 
