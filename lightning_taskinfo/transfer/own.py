@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_taskinfo._batches import read_batch
 from lightning_taskinfo._calls import outputs_of
 from lightning_taskinfo._lightning import NAMESPACES
-from lightning_taskinfo._nested import IGNORED, moved
+from lightning_taskinfo._nested import IGNORED, described, moved
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.certificates import Prior, certify
@@ -396,12 +396,16 @@ def own_error(
     with observing(module):
         for batch in islice(loader, batches):
             batch = moved(module.on_before_batch_transfer(batch, 0), module.device)
-            inputs, truth = read_batch(module.on_after_batch_transfer(batch, 0), module)
+            try:
+                inputs, truth = read_batch(module.on_after_batch_transfer(batch, 0), module)
+                outputs = outputs_of(module, inputs)
+            except ValueError as error:  # whose advice names arguments of other functions
+                rule = "must be given where inputs, targets or outputs are not plain"
+                raise ValueError(f"`metric` {rule}, got a batch of {described(batch)}.") from error
             if truth is None:
                 raise ValueError(
                     "`metric` must be given where the targets of a test batch are not plain."
                 )
-            outputs = outputs_of(module, inputs)
             axes = _class_axes(outputs, truth)
             if truth.is_floating_point():
                 name = "squared error"
@@ -421,7 +425,7 @@ def own_error(
                 total = math.nan
             total += float(losses.double().sum())
             count += losses.numel()
-    return {name: total / count}
+    return {name: total / count if count else math.nan}
 
 
 def certified_parts(target: Target, rows: Rows, labels: int) -> dict[str, Loader | None]:

@@ -231,7 +231,10 @@ def read_target(data: Any, batch_size: int | None) -> Target:
     if isinstance(data, ArrayData):
         data = {"train": data.train(), "test": data.test()}
     if hasattr(data, "train_dataloader"):
-        loaders = _loaders(data)
+        with seeded(
+            0
+        ):  # or parts that are split at random would be others when a killed run goes on
+            loaders = _loaders(data)
     elif isinstance(data, Mapping):
         parts = {name: part for name, part in data.items() if part is not None}
         if not {"train", "test"} <= {*parts} <= {*PARTS}:
@@ -253,6 +256,9 @@ def read_target(data: Any, batch_size: int | None) -> Target:
         if not (sized and len(samples)):
             rule = f"must have a dataset or arrays (inputs, targets) to {name.removesuffix('ation')} on"
             raise ValueError(f"`data` {rule}, got none or an empty one: {type(samples).__name__}.")
+        if loader.batch_sampler is None:
+            rule = "must make batches of single samples in its DataLoaders"
+            raise ValueError(f"`data` {rule}, got batch_size=None.")
         drawn = getattr(loader.batch_sampler, "sampler", samples)
         if hasattr(drawn, "__len__") and len(drawn) < len(samples):
             rule = f"must have a whole dataset to {name.removesuffix('ation')} on, such as a Subset"

@@ -6,7 +6,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, random_split
 
 
 def clusters(
@@ -142,6 +142,16 @@ class Averaging(pl.Callback):
         assert {*checkpoint["state_dict"]} == {*pl_module.state_dict()}
 
 
+class Pair(Net):
+    """Returns its features beside its scores."""
+
+    def forward(self, x):
+        return super().forward(x), self.body(x)
+
+    def training_step(self, batch, batch_idx):
+        return cross_entropy(self(batch[0])[0], batch[1])
+
+
 class Silent(Net):
     """Has no dropout."""
 
@@ -244,6 +254,26 @@ class DictData(pl.LightningDataModule):
 
     def test_dataloader(self):
         return DataLoader(Rows(60, seed=1), batch_size=20)
+
+
+class Split(DictData):
+    """Splits samples at random, without a seed."""
+
+    def setup(self, stage):
+        self.parts = random_split(Rows(150), [90, 60])
+
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], batch_size=16)
+
+    def test_dataloader(self):
+        return DataLoader(self.parts[1], batch_size=16)
+
+
+class Unbatched(DictData):
+    """Has a dataset of batches."""
+
+    def test_dataloader(self):
+        return DataLoader(Rows(60, seed=1), batch_size=None)
 
 
 class SomeSamples(DictData):

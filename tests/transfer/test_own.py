@@ -35,15 +35,18 @@ from tests.transfer.own_nets import (
     Net,
     Normalised,
     Other,
+    Pair,
     Percent,
     Places,
     Regression,
     Silent,
     Slower,
     SomeSamples,
+    Split,
     TextData,
     TextNet,
     Twins,
+    Unbatched,
     Validated,
     Waiting,
     WaitingForValidation,
@@ -152,6 +155,24 @@ def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(
     monkeypatch.setattr(Other, "configure_optimizers", Slower.configure_optimizers)
     with pytest.raises(ValueError, match=r"(?s)starts/other was begun with another.*optimizers"):
         run(grown, starts=more)
+
+
+def test_a_run_goes_on_with_data_that_are_split_at_random(tmp_path):
+    first = run(tmp_path, make=DictNet, data=Split(), labels=6, seeds=1)
+    torch.manual_seed(5)
+    again = run(tmp_path, make=DictNet, data=Split(), labels=6, seeds=1)
+    assert same(first, again)
+
+
+def test_test_samples_without_a_label_may_come_first():
+    x, y = clusters(300, 3, seed=1)
+    unknown = y.clone()
+    unknown[:260] = -100
+    options = {"metric": None, "seeds": 1}
+    whole = run(data={**DATA, "test": (x, unknown)}, **options)
+    rest = run(data={**DATA, "test": (x[260:], y[260:])}, **options)
+    for ours, theirs in zip(whole.results, rest.results, strict=True):
+        assert ours.test == theirs.test
 
 
 def test_labels_ways_and_starts_are_added_to_modules_with_schedules_and_rates_of_parts(tmp_path):
@@ -768,6 +789,14 @@ BAD = {
     "a start that cannot be trained": (
         {"starts": {"a": partial(Net, width=5)}},
         r"`starts\['a'\]` must make a module that can be trained on `data`, but",
+    ),
+    "outputs that are no tensor": (
+        {"make": Pair, "metric": None},
+        "`metric` must be given where inputs, targets or outputs are not plain, got a batch of",
+    ),
+    "a dataset of batches": (
+        {"make": DictNet, "data": Unbatched()},
+        "`data` must make batches of single samples in its DataLoaders, got batch_size=None",
     ),
     "no steps": ({"trainer": {"max_steps": 0}}, "`trainer` must train .* got max_steps=0"),
     "an accuracy in percent": (
