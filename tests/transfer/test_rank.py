@@ -525,6 +525,15 @@ def test_a_legend_says_which_losses_order_and_which_calls_compare(ranking, class
     assert f"features does. By the {measure}" in text
 
 
+@pytest.mark.parametrize(("calls", "said"), [(["helps"], "helps"), (["helps"] * 2, "help")])
+def test_the_advice_names_starts_that_help_frozen_where_scratch_leads(ranking, calls, said):
+    first, *others = ranking.starts
+    helping = [replace(start, frozen_call=call) for start, call in zip(others, calls, strict=False)]
+    found = replace(ranking, starts=(first, *helping), tied=(first.name,), scratch=first.name)
+    names = ", ".join(start.name for start in helping)
+    assert f"frozen, {names} {said}." in found.reading()
+
+
 def test_an_onset_that_is_never_reached_survives_the_file(tmp_path):
     x = randn(60, 6)
     y = (x[:, 0] > 0).long()
