@@ -123,7 +123,7 @@ class Own(Recipe):
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
             "data": fingerprint,
             "batch_size": self.target.train.batch_size,
-            **self.learned[make],
+            **self.learned[id(make)],
             "trainer": _plain(self.options),
             "metric": logged,
             "mode": mode,
@@ -143,7 +143,7 @@ class Own(Recipe):
                     raise ValueError(
                         f"`data` must have labels, and one for each sample with `certify`, got {IGNORED}."
                     )
-                for start in {start.make: start for start in self.starts.values()}.values():
+                for start in {id(start.make): start for start in self.starts.values()}.values():
                     self._check_range(found, start.module(0))
             elif self.certify:
                 rule = "`certify` must go with one class for each sample"
@@ -225,8 +225,8 @@ class Own(Recipe):
         trials = self.trials(Path(), RunLog())
         most = [trial for trial in trials if trial.labels == max(self.labels)]
         # By what the first one shows a folder is known: of `model`, scratch, which is always there.
-        first = {self.starts[trial.start].make: trial for trial in reversed(most)}
-        last = {self.starts[trial.start].make: trial for trial in most}
+        first = {id(self.starts[trial.start].make): trial for trial in reversed(most)}
+        last = {id(self.starts[trial.start].make): trial for trial in most}
         tried = {trial.name: trial for trial in [*first.values(), *last.values()]}
         return [self._tried_one(trial) for trial in tried.values()][-1]
 
@@ -239,7 +239,7 @@ class Own(Recipe):
         def learn(trainer: Any, _module: Any) -> None:
             """Note this before the first step: schedules keep in their attributes what training has shown."""
             fresh = self.starts[trial.start].module(0)
-            self.learned.setdefault(make, _learned(fresh, trainer))
+            self.learned.setdefault(id(make), _learned(fresh, trainer))
 
         watch = NAMESPACES[self.namespace].callbacks.LambdaCallback(
             on_train_start=learn,

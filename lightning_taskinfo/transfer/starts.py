@@ -70,9 +70,8 @@ class Start:
         if self.fresh:
             said = f"fresh {', '.join(self.fresh)}; all other weights are taken over"
         if not {*self.last} <= {*self.fresh}:
-            said += (
-                ", the last layer too; if its classes are others, leave it out of the state dict"
-            )
+            head = f"the last layer too ({', '.join(self.last)})"
+            said += f", {head}; if its classes are others, leave it out of the state dict"
         return said
 
     def digest(self) -> str:

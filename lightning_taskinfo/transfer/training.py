@@ -24,7 +24,7 @@ from lightning_taskinfo._wandb import ours
 from lightning_taskinfo._warn import first_line
 from lightning_taskinfo.regularizers import Regularizer
 from lightning_taskinfo.transfer.sampling import check_different, generators_kept, reseed
-from lightning_taskinfo.transfer.starts import Adapt, MakeModule, Start, adapted, way_name
+from lightning_taskinfo.transfer.starts import Adapt, Start, adapted, way_name
 
 Stage = Literal["pretrain", "scratch", "fine_tune"]
 LoggerKind = Literal["none", "wandb", "wandb_offline"]
@@ -79,7 +79,7 @@ class Recipe:
         seeds: The seeds.
         seconds: Estimate of the time of a training, if there is one.
         origins: Where the weights of each start of the user's come from, in words.
-        learned: By the function that makes a module, what its way to learn is known by.
+        learned: By the identity of the function that makes a module, what its way to learn is known by.
     """
 
     title: str
@@ -91,7 +91,7 @@ class Recipe:
     seeds: Sequence[int]
     seconds: float | None = None
     origins: Mapping[str, str]
-    learned: dict[MakeModule, Values]
+    learned: dict[int, Values]
 
     def take_ways(self, adapt: Sequence[Adapt] | str) -> None:
         """Try every way to adapt on every start; keep the ways by name, and what each trains.
@@ -146,7 +146,7 @@ class Recipe:
         for name, start in self.starts.items():
             path = root / "starts" / name / "weights.pt"
             with generators_kept():
-                known = {"weights": start.digest(), **self.learned.get(start.make, {})}
+                known = {"weights": start.digest(), **self.learned.get(id(start.make), {})}
                 _files.claim_folder(path.parent, known)
             if start.weights:
                 if not path.exists():

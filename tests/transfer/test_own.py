@@ -5,7 +5,7 @@ import json
 import pickle
 import shutil
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from types import SimpleNamespace
@@ -157,6 +157,22 @@ def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(
         run(grown, starts=more)
 
 
+@dataclass
+class Maker:
+    """Makes networks; without a hash, as it can be compared and changed."""
+
+    classes: int
+
+    def __call__(self):
+        return Net(self.classes)
+
+
+def test_networks_are_made_by_functions_of_any_kind(reference):
+    start = pretrained(Net, classes=4)
+    found = run(make=Maker(3), starts={"four": start, "own": Maker(3)})
+    assert found.cell("four", 12)[0].test == reference[0].cell("four", 12)[0].test
+
+
 def test_a_run_goes_on_with_data_that_are_split_at_random(tmp_path):
     first = run(tmp_path, make=DictNet, data=Split(), labels=6, seeds=1)
     torch.manual_seed(5)
@@ -285,7 +301,10 @@ def test_statistics_that_a_start_does_not_have_are_warned_about():
         run(starts={"four": state}, seeds=1, trainer={"max_steps": 1})
 
 
-KEPT = "the last layer too; if its classes are others, leave it out of the state dict"
+KEPT = (
+    "the last layer too (head.weight, head.bias); "
+    "if its classes are others, leave it out of the state dict"
+)
 ORIGINS = {
     "whole": f"all weights are taken over, {KEPT}",
     "four": "fresh head.weight, head.bias; all other weights are taken over",
