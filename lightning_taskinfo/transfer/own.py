@@ -76,6 +76,7 @@ class Own(Recipe):
         trainer: Options of Lightning's Trainer; 20 epochs where there is no length.
         batch_size: Samples in a training batch.
         certify: Whether the true error of every trained network is bounded.
+        logged: Whether runs have a logger.
 
     Raises:
         ValueError: If something does not fit.
@@ -97,6 +98,7 @@ class Own(Recipe):
         trainer: Mapping[str, Any] | None,
         batch_size: int | None,
         certify: bool | None,
+        logged: bool,
     ) -> None:
         if metric is not None:
             is_higher_better(metric, mode)
@@ -105,6 +107,7 @@ class Own(Recipe):
         self.pretrained = {}
         self.metric = metric
         self.certify = certify
+        self.logged = logged
         self.target = read_target(data, batch_size)
         self.seeds = seeds
         with generators_kept():
@@ -117,7 +120,7 @@ class Own(Recipe):
             self.take_ways(adapt)
             fingerprint = self._choose_rows(labels, module)
             self.learned = {}
-            logged, self.seconds = self._tried()
+            tested, self.seconds = self._tried()
         self.configuration = {
             "version": VERSION,
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
@@ -125,7 +128,7 @@ class Own(Recipe):
             "batch_size": self.target.train.batch_size,
             **self.learned[id(make)],
             "trainer": _plain(self.options),
-            "metric": logged,
+            "metric": tested,
             "mode": mode,
             "certify": bool(certify),
         }
@@ -241,7 +244,8 @@ class Own(Recipe):
             fresh = self.starts[trial.start].module(0)
             self.learned.setdefault(id(make), _learned(fresh, trainer))
 
-        watch = NAMESPACES[self.namespace].callbacks.LambdaCallback(
+        lightning = NAMESPACES[self.namespace]
+        watch = lightning.callbacks.LambdaCallback(
             on_train_start=learn,
             on_train_batch_end=lambda *_: ends.append(time.perf_counter()),
         )
@@ -250,7 +254,8 @@ class Own(Recipe):
             "limit_train_batches": TRIED,
             **job.options,
             "callbacks": [*job.options["callbacks"], watch],
-            "logger": False,
+            # In place of that of a run, which modules and callbacks may need, one that writes nothing.
+            "logger": self.logged and lightning.loggers.logger.DummyLogger(),
             "max_steps": TRIED,
             "limit_test_batches": 1,
             "limit_val_batches": 1,
@@ -321,9 +326,9 @@ def _read_starts(
     reading.check_new(make, "model")
     read = {SCRATCH: Start(make, {})}
     for name, given in starts.items():
-        known = isinstance(name, str) and re.fullmatch(r"[\w.-]+", name, re.ASCII)
+        known = isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name, re.ASCII)
         if name == SCRATCH or not known:
-            rule = "names of letters, digits, dots, dashes and underscores other than 'scratch'"
+            rule = "names of letters, digits and underscores, with dots and dashes inside, other than 'scratch'"
             raise ValueError(f"`starts` must have {rule}, got {name!r}.")
         start = reading.read_start(f"starts[{name!r}]", given, make)
         read[name] = replace(start, last=reading.last_layer(start.module(0), batch))

@@ -152,6 +152,21 @@ class Pair(Net):
         return cross_entropy(self(batch[0])[0], batch[1])
 
 
+class Lazy(Net):
+    """Makes its head when it is run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(3)
+
+
+class Late(pl.LightningModule):
+    """Has no weights before it is trained."""
+
+    def configure_model(self):
+        self.net = nn.Linear(6, 3)
+
+
 class Silent(Net):
     """Has no dropout."""
 

@@ -5,6 +5,7 @@ import json
 import pickle
 import shutil
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -13,7 +14,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pytorch_lightning.callbacks import Callback, EarlyStopping, StochasticWeightAveraging
+from pytorch_lightning.callbacks import (
+    Callback,
+    EarlyStopping,
+    LearningRateMonitor,
+    StochasticWeightAveraging,
+)
+from pytorch_lightning.loggers import CSVLogger
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.mixins import MutualInformationMixin
@@ -32,6 +39,8 @@ from tests.transfer.own_nets import (
     DictNet,
     Diverging,
     Hooked,
+    Late,
+    Lazy,
     Net,
     Normalised,
     Other,
@@ -155,6 +164,19 @@ def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(
     monkeypatch.setattr(Other, "configure_optimizers", Slower.configure_optimizers)
     with pytest.raises(ValueError, match=r"(?s)starts/other was begun with another.*optimizers"):
         run(grown, starts=more)
+
+
+def test_callbacks_may_need_the_logger_of_a_run(tmp_path, monkeypatch):
+    from lightning_taskinfo.transfer import training
+
+    runs = CSVLogger(tmp_path)
+    monkeypatch.setattr(training.RunLog, "run", lambda *_: nullcontext(runs))
+    trainer = {"max_epochs": 1, "callbacks": [LearningRateMonitor()]}
+    options = {"trainer": trainer, "seeds": 1}
+    run(tmp_path / "a", **options, logger="wandb_offline")
+    assert "lr-Adam" in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
+    with pytest.raises(ValueError, match="has no logger"):
+        run(tmp_path / "b", **options)
 
 
 @dataclass
@@ -808,6 +830,15 @@ BAD = {
     "a start that cannot be trained": (
         {"starts": {"a": partial(Net, width=5)}},
         r"`starts\['a'\]` must make a module that can be trained on `data`, but",
+    ),
+    "a lazy network": ({"make": Lazy}, "`model` must make a network with all its weights"),
+    "a start without weights": (
+        {"starts": {"a": Late}},
+        r"`starts\['a'\]` must make a network with all its weights",
+    ),
+    "a name of another folder": (
+        {"starts": {"..": Net}},
+        r"`starts` must have names of letters, .* got '\.\.'",
     ),
     "outputs that are no tensor": (
         {"make": Pair, "metric": None},
