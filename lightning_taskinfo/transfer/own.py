@@ -138,8 +138,9 @@ class Own(Recipe):
         target: Any = self.target
         size = len(target.train.dataset)
         self.labels = labels or [size]
-        classes, tested, samples = target.labels()
-        for found in (classes, tested):
+        targets, (training, test) = target.labels()
+        classes, _ = targets
+        for found in targets:
             if found is not None and not found.is_floating_point():
                 unknown = found == IGNORED
                 if unknown.all() or (self.certify and unknown.any()):
@@ -158,7 +159,7 @@ class Own(Recipe):
                 self.rows[seed] = chosen_rows(None, size, self.labels, seed)
                 parts = certified_parts(target, self.rows[seed], max(self.labels))
                 check_certified(parts, module)
-        return {"training": samples, "samples": size, "test": len(target.test.dataset)}
+        return {"training": training, "samples": size, "test": test}
 
     def job(self, trial: Trial) -> Job:
         """Return a start, adapted, with the loaders of its labelled samples."""

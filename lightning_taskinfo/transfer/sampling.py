@@ -144,22 +144,23 @@ class Target:
     test: Loader
     validation: Loader | None = None
 
-    def labels(self) -> tuple[Tensor | None, Tensor | None, str]:
-        """Return the targets of training and test samples where they can be read, and a digest of all samples."""
-        found = []
+    def labels(self) -> tuple[list[Tensor | None], list[str]]:
+        """Return the targets of training and test samples where they can be read, and digests of these samples."""
+        found: list[Tensor | None] = []
         digests = []
         with seeded(0):
             for loader in (self.train, self.test):
                 targets: list[Any] = []
+                parts = []
                 for batch in loader:
                     for tensor in tensors(batch):
                         check_finite("data", tensor)
-                    digests.append(digest(("", tensor) for tensor in tensors(batch)))
+                    parts.append(digest(("", tensor) for tensor in tensors(batch)))
                     targets.append(_targets(batch))
                 known = all(part is not None for part in targets)
                 found.append(torch.cat(targets) if known else None)
-        train, test = found
-        return train, test, digest((part, None) for part in digests)
+                digests.append(digest((part, None) for part in parts))
+        return found, digests
 
     def train_loader(self, rows: Rows, seed: int) -> Loader:
         """Return a loader of some training samples, in an order that depends on seed and epoch alone."""

@@ -155,7 +155,9 @@ def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(
         run(grown, trainer={"max_epochs": 5})
     with pytest.raises(ValueError, match=r"(?s)starts/four was begun with another.*weights"):
         run(grown, starts={"four": pretrained(Net, steps=9, classes=4)})
-    with pytest.raises(ValueError, match=r"(?s)data.training"):
+    with pytest.raises(ValueError, match=r"(?s)another:\s+data.test: .* there, .* now$"):
+        run(grown, data={**DATA, "test": clusters(60, 3, seed=3)})
+    with pytest.raises(ValueError, match=r"(?s)another:\s+data.training: .* there, .* now$"):
         run(grown, data={**DATA, "train": clusters(90, 3, seed=3)})
     for module, change in CHANGED.items():
         module.__qualname__ = "Net"  # the same class, changed by its author
