@@ -346,6 +346,7 @@ class EpochWriter(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._next_write = 0.0
+        self._trained = False
 
     def on_train_epoch_start(
         self,
@@ -353,6 +354,7 @@ class EpochWriter(Callback):
         pl_module: LightningModule,
     ) -> None:
         """Write what the epoch before has left, unless this is the first of the run."""
+        self._trained = True
         if trainer.current_epoch and time.monotonic() >= self._next_write:
             self._write(trainer)
 
@@ -362,7 +364,8 @@ class EpochWriter(Callback):
         pl_module: LightningModule,
     ) -> None:
         """Write what is tested: averages of weights take their place at the end of training."""
-        self._write(trainer)
+        if self._trained:  # otherwise it stands there already
+            self._write(trainer)
 
     def on_load_checkpoint(
         self,
