@@ -21,13 +21,19 @@ def seed_from(*parts: int) -> int:
 
 def seed_everything(seed: int) -> None:
     """Seed torch's, numpy's and Python's global generators, on every device."""
-    if torch.accelerator.is_available():
+    if _has_accelerator():
         torch.manual_seed(seed)
     else:  # `torch.manual_seed` would queue every call, with its traceback, for a device that never comes
         torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):  # not loaded: nobody draws from it
         numpy.random.seed(seed % 2**32)
+
+
+def _has_accelerator() -> bool:
+    """Whether there is a device beside the processor; unlike `is_available`, this leaves CUDA to forked processes."""
+    kind = torch.accelerator.current_accelerator()
+    return kind is not None and torch.get_device_module(kind).device_count() > 0
 
 
 @contextmanager

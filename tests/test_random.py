@@ -38,6 +38,21 @@ def test_everything_is_seeded():
         restore()
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_devices_are_seeded_where_there_are_some_and_cuda_is_left_to_forked_processes(
+    monkeypatch, count
+):
+    seeds = []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(
+        torch.cuda, "is_available", None
+    )  # after which they could not begin with it
+    seed_everything(3)
+    assert seeds == [3] * count
+
+
 def test_own_randomness_repeats_itself_and_leaves_the_generators_as_they_were():
     restore = keep_random_states()
     after = drawn()

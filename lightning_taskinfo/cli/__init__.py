@@ -64,7 +64,7 @@ def main(args: Sequence[str] | None = None) -> int:
         text = run(sys.argv[1:] if args is None else args)
     except ArgumentError as error:
         return _fail(" ".join(str(error).split()), 2)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, TypeError, FileNotFoundError) as error:
         return _fail(str(error), 2)
     except (ImportError, OSError, RuntimeError) as error:
         return _fail(str(error), 1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_taskinfo._batches import read_batch
 from lightning_taskinfo._calls import outputs_of
 from lightning_taskinfo._lightning import NAMESPACES
-from lightning_taskinfo._nested import IGNORED, moved
+from lightning_taskinfo._nested import IGNORED, described, moved
 from lightning_taskinfo._observe import observing, trainable_parameters
 from lightning_taskinfo._warn import reason_of
 from lightning_taskinfo.certificates import Prior, certify
@@ -76,6 +76,7 @@ class Own(Recipe):
         trainer: Options of Lightning's Trainer; 20 epochs where there is no length.
         batch_size: Samples in a training batch.
         certify: Whether the true error of every trained network is bounded.
+        logged: Whether runs have a logger.
 
     Raises:
         ValueError: If something does not fit.
@@ -97,6 +98,7 @@ class Own(Recipe):
         trainer: Mapping[str, Any] | None,
         batch_size: int | None,
         certify: bool | None,
+        logged: bool,
     ) -> None:
         if metric is not None:
             is_higher_better(metric, mode)
@@ -105,6 +107,7 @@ class Own(Recipe):
         self.pretrained = {}
         self.metric = metric
         self.certify = certify
+        self.logged = logged
         self.target = read_target(data, batch_size)
         self.seeds = seeds
         with generators_kept():
@@ -117,15 +120,15 @@ class Own(Recipe):
             self.take_ways(adapt)
             fingerprint = self._choose_rows(labels, module)
             self.learned = {}
-            logged, self.seconds = self._tried()
+            tested, self.seconds = self._tried()
         self.configuration = {
             "version": VERSION,
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
             "data": fingerprint,
             "batch_size": self.target.train.batch_size,
-            **self.learned[make],
+            **self.learned[id(make)],
             "trainer": _plain(self.options),
-            "metric": logged,
+            "metric": tested,
             "mode": mode,
             "certify": bool(certify),
         }
@@ -135,15 +138,16 @@ class Own(Recipe):
         target: Any = self.target
         size = len(target.train.dataset)
         self.labels = labels or [size]
-        classes, tested, samples = target.labels()
-        for found in (classes, tested):
+        targets, (training, test) = target.labels()
+        classes, _ = targets
+        for found in targets:
             if found is not None and not found.is_floating_point():
                 unknown = found == IGNORED
                 if unknown.all() or (self.certify and unknown.any()):
                     raise ValueError(
                         f"`data` must have labels, and one for each sample with `certify`, got {IGNORED}."
                     )
-                for start in {start.make: start for start in self.starts.values()}.values():
+                for start in {id(start.make): start for start in self.starts.values()}.values():
                     self._check_range(found, start.module(0))
             elif self.certify:
                 rule = "`certify` must go with one class for each sample"
@@ -155,7 +159,7 @@ class Own(Recipe):
                 self.rows[seed] = chosen_rows(None, size, self.labels, seed)
                 parts = certified_parts(target, self.rows[seed], max(self.labels))
                 check_certified(parts, module)
-        return {"training": samples, "samples": size, "test": len(target.test.dataset)}
+        return {"training": training, "samples": size, "test": test}
 
     def job(self, trial: Trial) -> Job:
         """Return a start, adapted, with the loaders of its labelled samples."""
@@ -224,31 +228,46 @@ class Own(Recipe):
         """
         trials = self.trials(Path(), RunLog())
         most = [trial for trial in trials if trial.labels == max(self.labels)]
-        found = {self.starts[trial.start].make: trial for trial in most}  # the last of each
-        return [self._tried_one(trial) for trial in found.values()][-1]
+        # By what the first one shows a folder is known: of `model`, scratch, which is always there.
+        first = {id(self.starts[trial.start].make): trial for trial in reversed(most)}
+        last = {id(self.starts[trial.start].make): trial for trial in most}
+        tried = {trial.name: trial for trial in [*first.values(), *last.values()]}
+        return [self._tried_one(trial) for trial in tried.values()][-1]
 
     def _tried_one(self, trial: Trial) -> tuple[str, float]:
         job = self.job(trial)
         loader = self.target.test
+        make = self.starts[trial.start].make
         ends: list[float] = []  # of training steps
-        clock = NAMESPACES[self.namespace].callbacks.LambdaCallback(
-            on_train_batch_end=lambda *_: ends.append(time.perf_counter())
+
+        def learn(trainer: Any, _module: Any) -> None:
+            """Note this before the first step: schedules keep in their attributes what training has shown."""
+            fresh = self.starts[trial.start].module(0)
+            self.learned.setdefault(id(make), _learned(fresh, trainer))
+
+        lightning = NAMESPACES[self.namespace]
+        watch = lightning.callbacks.LambdaCallback(
+            on_train_start=learn,
+            on_train_batch_end=lambda *_: ends.append(time.perf_counter()),
         )
         options = {
+            # So that the end of an epoch is reached, and what is monitored then has been validated.
+            "limit_train_batches": TRIED,
             **job.options,
-            "callbacks": [*job.options["callbacks"], clock],
-            "logger": False,
+            "callbacks": [*job.options["callbacks"], watch],
+            # In place of that of a run, which modules and callbacks may need, one that writes nothing.
+            "logger": self.logged and lightning.loggers.logger.DummyLogger(),
             "max_steps": TRIED,
             "limit_test_batches": 1,
-            "limit_val_batches": 0,
+            "limit_val_batches": 1,
+            "val_check_interval": None,
+            "check_val_every_n_epoch": 1,
         }
         begun = time.perf_counter()
         try:
             with quiet():
                 trainer = make_trainer(self.namespace, options)
-                trainer.fit(job.module, train_dataloaders=job.fit["train_dataloaders"])
-                start = self.starts[trial.start]
-                self.learned[start.make] = _learned(start.module(0), trainer)
+                trainer.fit(job.module, **job.fit)
                 if self.metric is None:
                     logged: Mapping[str, float] = own_error(job.module, loader, 1)
                 else:
@@ -308,9 +327,9 @@ def _read_starts(
     reading.check_new(make, "model")
     read = {SCRATCH: Start(make, {})}
     for name, given in starts.items():
-        known = isinstance(name, str) and re.fullmatch(r"[\w.-]+", name, re.ASCII)
+        known = isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name, re.ASCII)
         if name == SCRATCH or not known:
-            rule = "names of letters, digits, dots, dashes and underscores other than 'scratch'"
+            rule = "names of letters, digits and underscores, with dots and dashes inside, other than 'scratch'"
             raise ValueError(f"`starts` must have {rule}, got {name!r}.")
         start = reading.read_start(f"starts[{name!r}]", given, make)
         read[name] = replace(start, last=reading.last_layer(start.module(0), batch))
@@ -383,12 +402,16 @@ def own_error(
     with observing(module):
         for batch in islice(loader, batches):
             batch = moved(module.on_before_batch_transfer(batch, 0), module.device)
-            inputs, truth = read_batch(module.on_after_batch_transfer(batch, 0), module)
+            try:
+                inputs, truth = read_batch(module.on_after_batch_transfer(batch, 0), module)
+                outputs = outputs_of(module, inputs)
+            except ValueError as error:  # whose advice names arguments of other functions
+                rule = "must be given where inputs, targets or outputs are not plain"
+                raise ValueError(f"`metric` {rule}, got a batch of {described(batch)}.") from error
             if truth is None:
                 raise ValueError(
                     "`metric` must be given where the targets of a test batch are not plain."
                 )
-            outputs = outputs_of(module, inputs)
             axes = _class_axes(outputs, truth)
             if truth.is_floating_point():
                 name = "squared error"
@@ -408,7 +431,7 @@ def own_error(
                 total = math.nan
             total += float(losses.double().sum())
             count += losses.numel()
-    return {name: total / count}
+    return {name: total / count if count else math.nan}
 
 
 def certified_parts(target: Target, rows: Rows, labels: int) -> dict[str, Loader | None]:

@@ -125,7 +125,8 @@ class StartRanking(Logged):
             said.append("no other start is ahead of the untrained one")
             helping = [start.name for start in self.starts if start.frozen_call == "helps"]
             if helping:
-                said[-1] += f" when all is fine-tuned; frozen, {', '.join(helping)} helps"
+                helps = "helps" if len(helping) == 1 else "help"
+                said[-1] += f" when all is fine-tuned; frozen, {', '.join(helping)} {helps}"
         for what, call in (("fine-tuning", best.call), ("freezing", best.frozen_call)):
             if call is not None:
                 said.append(f"{what} it, over scratch: {call}")

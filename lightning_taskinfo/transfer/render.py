@@ -156,6 +156,8 @@ def _advice(over_scratch: Sequence["Comparison"], measure: "Measure") -> str:
             what = f"take {best.method} ({by} over scratch)"
         elif [*here] == ["hurts"]:
             what = "train from scratch"
+        elif {gain.gain.reason for gain in ordered} == {"one seed"}:
+            what = "one seed cannot tell: add seeds"
         said.append(f"with {labels} labels {what}")
     return "; ".join(said)
 

@@ -186,7 +186,7 @@ def transfer(
     if starts is None:
         recipe: Recipe = Ready(made, **shared, **ready)
     else:
-        recipe = Own(made, starts=starts, **shared, **own)
+        recipe = Own(made, starts=starts, logged=logger != "none", **shared, **own)
     title = name or recipe.title
     with TemporaryDirectory() as temporary:
         root = Path(temporary if folder is None else folder).absolute()  # a worker's is another

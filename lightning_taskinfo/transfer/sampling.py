@@ -144,22 +144,23 @@ class Target:
     test: Loader
     validation: Loader | None = None
 
-    def labels(self) -> tuple[Tensor | None, Tensor | None, str]:
-        """Return the targets of training and test samples where they can be read, and a digest of all samples."""
-        found = []
+    def labels(self) -> tuple[list[Tensor | None], list[str]]:
+        """Return the targets of training and test samples where they can be read, and digests of these samples."""
+        found: list[Tensor | None] = []
         digests = []
         with seeded(0):
             for loader in (self.train, self.test):
                 targets: list[Any] = []
+                parts = []
                 for batch in loader:
                     for tensor in tensors(batch):
                         check_finite("data", tensor)
-                    digests.append(digest(("", tensor) for tensor in tensors(batch)))
+                    parts.append(digest(("", tensor) for tensor in tensors(batch)))
                     targets.append(_targets(batch))
                 known = all(part is not None for part in targets)
                 found.append(torch.cat(targets) if known else None)
-        train, test = found
-        return train, test, digest((part, None) for part in digests)
+                digests.append(digest((part, None) for part in parts))
+        return found, digests
 
     def train_loader(self, rows: Rows, seed: int) -> Loader:
         """Return a loader of some training samples, in an order that depends on seed and epoch alone."""
@@ -231,7 +232,10 @@ def read_target(data: Any, batch_size: int | None) -> Target:
     if isinstance(data, ArrayData):
         data = {"train": data.train(), "test": data.test()}
     if hasattr(data, "train_dataloader"):
-        loaders = _loaders(data)
+        with seeded(
+            0
+        ):  # or parts that are split at random would be others when a killed run goes on
+            loaders = _loaders(data)
     elif isinstance(data, Mapping):
         parts = {name: part for name, part in data.items() if part is not None}
         if not {"train", "test"} <= {*parts} <= {*PARTS}:
@@ -253,6 +257,9 @@ def read_target(data: Any, batch_size: int | None) -> Target:
         if not (sized and len(samples)):
             rule = f"must have a dataset or arrays (inputs, targets) to {name.removesuffix('ation')} on"
             raise ValueError(f"`data` {rule}, got none or an empty one: {type(samples).__name__}.")
+        if loader.batch_sampler is None:
+            rule = "must make batches of single samples in its DataLoaders"
+            raise ValueError(f"`data` {rule}, got batch_size=None.")
         drawn = getattr(loader.batch_sampler, "sampler", samples)
         if hasattr(drawn, "__len__") and len(drawn) < len(samples):
             rule = f"must have a whole dataset to {name.removesuffix('ation')} on, such as a Subset"

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from weakref import ref
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_taskinfo._batches import read_batch
 from lightning_taskinfo._calls import outputs_of
@@ -70,9 +71,8 @@ class Start:
         if self.fresh:
             said = f"fresh {', '.join(self.fresh)}; all other weights are taken over"
         if not {*self.last} <= {*self.fresh}:
-            said += (
-                ", the last layer too; if its classes are others, leave it out of the state dict"
-            )
+            head = f"the last layer too ({', '.join(self.last)})"
+            said += f", {head}; if its classes are others, leave it out of the state dict"
         return said
 
     def digest(self) -> str:
@@ -106,11 +106,17 @@ def read_start(argument: str, given: Given, make: MakeModule) -> Start:
 
 
 def check_new(make: MakeModule, argument: str) -> None:
-    """Raise a ``ValueError`` if a function makes no LightningModule, or one that it has made before.
+    """Raise a ``ValueError`` if a function makes no whole LightningModule, or one that it has made before.
 
     Trainings would begin with what others have left in its weights.
     """
-    before = [ref(parameter) for parameter in make_module(make, argument).parameters()]
+    parameters = [*make_module(make, argument).parameters()]
+    if not parameters or any(map(is_lazy, parameters)):
+        raise ValueError(
+            f"`{argument}` must make a network with all its weights, got one that makes some when it is run."
+        )
+    before = [ref(parameter) for parameter in parameters]
+    del parameters
     kept = {id(parameter) for parameter in (known() for known in before) if parameter is not None}
     if any(id(parameter) in kept for parameter in make_module(make, argument).parameters()):
         raise ValueError(

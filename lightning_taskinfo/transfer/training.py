@@ -24,7 +24,7 @@ from lightning_taskinfo._wandb import ours
 from lightning_taskinfo._warn import first_line
 from lightning_taskinfo.regularizers import Regularizer
 from lightning_taskinfo.transfer.sampling import check_different, generators_kept, reseed
-from lightning_taskinfo.transfer.starts import Adapt, MakeModule, Start, adapted, way_name
+from lightning_taskinfo.transfer.starts import Adapt, Start, adapted, way_name
 
 Stage = Literal["pretrain", "scratch", "fine_tune"]
 LoggerKind = Literal["none", "wandb", "wandb_offline"]
@@ -79,7 +79,7 @@ class Recipe:
         seeds: The seeds.
         seconds: Estimate of the time of a training, if there is one.
         origins: Where the weights of each start of the user's come from, in words.
-        learned: By the function that makes a module, what its way to learn is known by.
+        learned: By the identity of the function that makes a module, what its way to learn is known by.
     """
 
     title: str
@@ -91,7 +91,7 @@ class Recipe:
     seeds: Sequence[int]
     seconds: float | None = None
     origins: Mapping[str, str]
-    learned: dict[MakeModule, Values]
+    learned: dict[int, Values]
 
     def take_ways(self, adapt: Sequence[Adapt] | str) -> None:
         """Try every way to adapt on every start; keep the ways by name, and what each trains.
@@ -146,7 +146,7 @@ class Recipe:
         for name, start in self.starts.items():
             path = root / "starts" / name / "weights.pt"
             with generators_kept():
-                known = {"weights": start.digest(), **self.learned.get(start.make, {})}
+                known = {"weights": start.digest(), **self.learned.get(id(start.make), {})}
                 _files.claim_folder(path.parent, known)
             if start.weights:
                 if not path.exists():
@@ -346,6 +346,7 @@ class EpochWriter(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._next_write = 0.0
+        self._trained = False
 
     def on_train_epoch_start(
         self,
@@ -353,16 +354,27 @@ class EpochWriter(Callback):
         pl_module: LightningModule,
     ) -> None:
         """Write what the epoch before has left, unless this is the first of the run."""
+        self._trained = True
         if trainer.current_epoch and time.monotonic() >= self._next_write:
             self._write(trainer)
 
-    def on_train_end(
+    def on_fit_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
     ) -> None:
-        """Write what the last epoch has left."""
-        self._write(trainer)
+        """Write what is tested: averages of weights take their place at the end of training."""
+        if self._trained:  # otherwise it stands there already
+            self._write(trainer)
+
+    def on_load_checkpoint(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        checkpoint: Values,
+    ) -> None:
+        """Put weights back that were never trained: callbacks that average weights look for all of them."""
+        checkpoint["state_dict"] = {**pl_module.state_dict(), **checkpoint["state_dict"]}
 
     def _write(self, trainer: Trainer) -> None:
         begun = time.monotonic()

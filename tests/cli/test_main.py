@@ -105,6 +105,12 @@ def test_an_interrupt_ends_with_130_and_a_sentence(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("taskinfo: interrupted; ")
 
 
+def test_data_of_another_kind_end_with_2_and_their_message(capsys):
+    """Without starts, ready data are needed, not those of the user."""
+    assert cli.main(["transfer", "--data=tests.transfer.own_nets.DictData"]) == 2
+    assert "`data` must be a TransferDataModule" in capsys.readouterr().err
+
+
 def test_a_computation_that_fails_ends_with_1_and_its_message(monkeypatch, capsys):
     def fails() -> str:
         raise RuntimeError("seed-0 failed")

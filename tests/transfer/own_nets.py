@@ -1,10 +1,12 @@
 """Modules and data of a user's own, at the top of a module for other processes."""
 
+import copy
+
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, random_split
 
 
 def clusters(
@@ -84,6 +86,87 @@ class Decaying(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+class Validated(Net):
+    """Validates while it trains."""
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_error", (self(x).argmax(1) != y).float().mean())
+
+
+class Waiting(Validated):
+    """Lowers its rate where a loss stays, and has a rate for each part that is not frozen."""
+
+    monitor = "train_loss"
+
+    def configure_optimizers(self):
+        parts = [
+            [*filter(lambda p: p.requires_grad, part.parameters())]
+            for part in (self.body, self.head)
+        ]
+        optimizer = torch.optim.Adam([{"params": part} for part in parts if part], lr=0.02)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": self.monitor},
+        }
+
+
+class WaitingForValidation(Waiting):
+    """Looks at the error of validation."""
+
+    monitor = "val_error"
+
+
+class Averaged(Net):
+    """Is tested with an average of its weights, which it keeps in checkpoints beside all others."""
+
+    def on_fit_start(self):
+        self.average = copy.deepcopy(self.state_dict())
+
+    def on_train_batch_end(self, *_):
+        for name, tensor in self.state_dict().items():
+            self.average[name] = 0.9 * self.average[name] + 0.1 * tensor
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["average"] = self.average
+
+    def on_train_end(self):
+        self.load_state_dict(self.average)
+
+
+class Averaging(pl.Callback):
+    """Looks for all weights in a checkpoint, as Lightning's own averaging does."""
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        assert {*checkpoint["state_dict"]} == {*pl_module.state_dict()}
+
+
+class Pair(Net):
+    """Returns its features beside its scores."""
+
+    def forward(self, x):
+        return super().forward(x), self.body(x)
+
+    def training_step(self, batch, batch_idx):
+        return cross_entropy(self(batch[0])[0], batch[1])
+
+
+class Lazy(Net):
+    """Makes its head when it is run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(3)
+
+
+class Late(pl.LightningModule):
+    """Has no weights before it is trained."""
+
+    def configure_model(self):
+        self.net = nn.Linear(6, 3)
+
+
 class Silent(Net):
     """Has no dropout."""
 
@@ -125,14 +208,6 @@ class Places(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class Validated(Net):
-    """Validates while it trains."""
-
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        self.log("val_error", (self(x).argmax(1) != y).float().mean())
 
 
 class Deep(Net):
@@ -194,6 +269,26 @@ class DictData(pl.LightningDataModule):
 
     def test_dataloader(self):
         return DataLoader(Rows(60, seed=1), batch_size=20)
+
+
+class Split(DictData):
+    """Splits samples at random, without a seed."""
+
+    def setup(self, stage):
+        self.parts = random_split(Rows(150), [90, 60])
+
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], batch_size=16)
+
+    def test_dataloader(self):
+        return DataLoader(self.parts[1], batch_size=16)
+
+
+class Unbatched(DictData):
+    """Has a dataset of batches."""
+
+    def test_dataloader(self):
+        return DataLoader(Rows(60, seed=1), batch_size=None)
 
 
 class SomeSamples(DictData):

@@ -5,7 +5,8 @@ import json
 import pickle
 import shutil
 import time
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from types import SimpleNamespace
@@ -13,7 +14,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pytorch_lightning.callbacks import Callback, EarlyStopping, StochasticWeightAveraging
+from pytorch_lightning.callbacks import (
+    Callback,
+    EarlyStopping,
+    LearningRateMonitor,
+    StochasticWeightAveraging,
+)
+from pytorch_lightning.loggers import CSVLogger
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.mixins import MutualInformationMixin
@@ -24,25 +31,34 @@ from lightning_taskinfo.transfer.starts import Start
 from lightning_taskinfo.transfer.training import Trial
 from tests.ranks import forked
 from tests.transfer.own_nets import (
+    Averaged,
+    Averaging,
     Decaying,
     Deep,
     DictData,
     DictNet,
     Diverging,
     Hooked,
+    Late,
+    Lazy,
     Net,
     Normalised,
     Other,
+    Pair,
     Percent,
     Places,
     Regression,
     Silent,
     Slower,
     SomeSamples,
+    Split,
     TextData,
     TextNet,
     Twins,
+    Unbatched,
     Validated,
+    Waiting,
+    WaitingForValidation,
     YesOrNo,
     clusters,
     freeze_first,
@@ -139,7 +155,9 @@ def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(
         run(grown, trainer={"max_epochs": 5})
     with pytest.raises(ValueError, match=r"(?s)starts/four was begun with another.*weights"):
         run(grown, starts={"four": pretrained(Net, steps=9, classes=4)})
-    with pytest.raises(ValueError, match=r"(?s)data.training"):
+    with pytest.raises(ValueError, match=r"(?s)another:\s+data.test: .* there, .* now$"):
+        run(grown, data={**DATA, "test": clusters(60, 3, seed=3)})
+    with pytest.raises(ValueError, match=r"(?s)another:\s+data.training: .* there, .* now$"):
         run(grown, data={**DATA, "train": clusters(90, 3, seed=3)})
     for module, change in CHANGED.items():
         module.__qualname__ = "Net"  # the same class, changed by its author
@@ -148,6 +166,75 @@ def test_starts_ways_labels_and_seeds_can_be_added_and_nothing_else_changed(
     monkeypatch.setattr(Other, "configure_optimizers", Slower.configure_optimizers)
     with pytest.raises(ValueError, match=r"(?s)starts/other was begun with another.*optimizers"):
         run(grown, starts=more)
+
+
+def test_callbacks_may_need_the_logger_of_a_run(tmp_path, monkeypatch):
+    from lightning_taskinfo.transfer import training
+
+    runs = CSVLogger(tmp_path)
+    monkeypatch.setattr(training.RunLog, "run", lambda *_: nullcontext(runs))
+    trainer = {"max_epochs": 1, "callbacks": [LearningRateMonitor()]}
+    options = {"trainer": trainer, "seeds": 1}
+    run(tmp_path / "a", **options, logger="wandb_offline")
+    assert "lr-Adam" in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
+    with pytest.raises(ValueError, match="has no logger"):
+        run(tmp_path / "b", **options)
+
+
+@dataclass
+class Maker:
+    """Makes networks; without a hash, as it can be compared and changed."""
+
+    classes: int
+
+    def __call__(self):
+        return Net(self.classes)
+
+
+def test_networks_are_made_by_functions_of_any_kind(reference):
+    start = pretrained(Net, classes=4)
+    found = run(make=Maker(3), starts={"four": start, "own": Maker(3)})
+    assert found.cell("four", 12)[0].test == reference[0].cell("four", 12)[0].test
+
+
+def test_a_run_goes_on_with_data_that_are_split_at_random(tmp_path):
+    first = run(tmp_path, make=DictNet, data=Split(), labels=6, seeds=1)
+    torch.manual_seed(5)
+    again = run(tmp_path, make=DictNet, data=Split(), labels=6, seeds=1)
+    assert same(first, again)
+
+
+def test_test_samples_without_a_label_may_come_first():
+    x, y = clusters(300, 3, seed=1)
+    unknown = y.clone()
+    unknown[:260] = -100
+    options = {"metric": None, "seeds": 1}
+    whole = run(data={**DATA, "test": (x, unknown)}, **options)
+    rest = run(data={**DATA, "test": (x[260:], y[260:])}, **options)
+    for ours, theirs in zip(whole.results, rest.results, strict=True):
+        assert ours.test == theirs.test
+
+
+def test_labels_ways_and_starts_are_added_to_modules_with_schedules_and_rates_of_parts(tmp_path):
+    """What a schedule has seen, and which parts a way trains, is not what a folder is known by."""
+    options = {"make": Waiting, "batch_size": 8}
+    before = run(tmp_path, **options, labels=6)
+    starts = {"four": pretrained(Net, classes=4), "other": pretrained(Net, steps=9, classes=4)}
+    after = run(tmp_path, **options, labels=[6, 30], adapt=["full", "linear"], starts=starts)
+    for ours, theirs in (("four", "four, full"), ("scratch", "scratch")):
+        assert after.cell(theirs, 6)[0].test == before.cell(ours, 6)[0].test
+
+
+@pytest.mark.parametrize(
+    "often", [{"check_val_every_n_epoch": 1}, {"val_check_interval": 4}], ids=str
+)
+def test_what_is_seen_in_validation_can_be_monitored(often):
+    data = {**DATA, "validation": clusters(40, 3, seed=2)}
+    trainer = {**TRAINER, **often, "callbacks": [EarlyStopping("val_error", patience=9)]}
+    options = {"data": data, "trainer": trainer, "labels": 30, "batch_size": 6, "seeds": 1}
+    report = run(make=WaitingForValidation, **options)
+    assert len(report.results[0].curves) == 4
+    assert "val_error" in report.results[0].curves[-1]
 
 
 CHANGED = {
@@ -238,7 +325,10 @@ def test_statistics_that_a_start_does_not_have_are_warned_about():
         run(starts={"four": state}, seeds=1, trainer={"max_steps": 1})
 
 
-KEPT = "the last layer too; if its classes are others, leave it out of the state dict"
+KEPT = (
+    "the last layer too (head.weight, head.bias); "
+    "if its classes are others, leave it out of the state dict"
+)
 ORIGINS = {
     "whole": f"all weights are taken over, {KEPT}",
     "four": "fresh head.weight, head.bias; all other weights are taken over",
@@ -491,6 +581,29 @@ def test_a_run_goes_on_between_epochs_whatever_its_length_is_given_by(
     assert same(run(tmp_path, **options), whole)
 
 
+@pytest.mark.parametrize("adapt", ["full", "linear"])
+def test_a_run_that_is_killed_while_it_is_tested_is_tested_with_the_same_weights(
+    tmp_path, monkeypatch, adapt
+):
+    from lightning_taskinfo.transfer import training
+
+    options = {"make": Averaged, "adapt": adapt, "seeds": 1}
+    options["trainer"] = {**TRAINER, "callbacks": [Averaging()]}
+    whole = run(**options)
+    written = training.save_checkpoint
+
+    def stop(trainer, path):
+        written(trainer, path)
+        if "four" in str(path) and trainer.current_epoch == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "save_checkpoint", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, **options)
+    monkeypatch.setattr(training, "save_checkpoint", written)
+    assert same(run(tmp_path, **options), whole)
+
+
 def test_a_metric_of_every_second_epoch_is_not_lost_when_a_run_goes_on(tmp_path, monkeypatch):
     from lightning_taskinfo.transfer import training
 
@@ -719,6 +832,23 @@ BAD = {
     "a start that cannot be trained": (
         {"starts": {"a": partial(Net, width=5)}},
         r"`starts\['a'\]` must make a module that can be trained on `data`, but",
+    ),
+    "a lazy network": ({"make": Lazy}, "`model` must make a network with all its weights"),
+    "a start without weights": (
+        {"starts": {"a": Late}},
+        r"`starts\['a'\]` must make a network with all its weights",
+    ),
+    "a name of another folder": (
+        {"starts": {"..": Net}},
+        r"`starts` must have names of letters, .* got '\.\.'",
+    ),
+    "outputs that are no tensor": (
+        {"make": Pair, "metric": None},
+        "`metric` must be given where inputs, targets or outputs are not plain, got a batch of",
+    ),
+    "a dataset of batches": (
+        {"make": DictNet, "data": Unbatched()},
+        "`data` must make batches of single samples in its DataLoaders, got batch_size=None",
     ),
     "no steps": ({"trainer": {"max_steps": 0}}, "`trainer` must train .* got max_steps=0"),
     "an accuracy in percent": (

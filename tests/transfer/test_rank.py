@@ -236,6 +236,49 @@ def test_calls_compare_scratch_with_fine_tuned_and_with_frozen_starts(frozen, be
         assert (found.frozen_call if frozen else found.call) == expected
 
 
+def test_scratch_is_repeated_with_weights_of_its_own_if_it_is_a_function():
+    weights = []
+
+    def drawn():
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        weights.append(model[0].weight.detach().clone())
+        return model
+
+    starts = {"a": Body(4), "b": drawn}
+
+    def rank(**options):
+        weights.clear()
+        how = FineTuning(steps=2, **options)
+        torch.manual_seed(5)
+        found = rank_starts(starts, target(), scratch="b", fine_tune=how, progress=False)
+        return found["b"].fine_tuned, torch.rand(1).item()
+
+    once = rank(scratch_repeats=1)
+    assert len(weights) == 1
+    thrice = rank()
+    assert len(weights) == 3
+    assert not torch.equal(weights[1], weights[0])
+    assert not torch.equal(weights[1], weights[2])
+    assert thrice[1] == once[1]  # the global generator is where it would be without them
+    assert thrice[0] != once[0]
+    assert rank() == thrice
+
+
+def test_functions_that_draw_weights_give_the_same_ranking_and_leave_the_generators():
+    def rank(seed):
+        torch.manual_seed(seed)
+        starts = {"a": Body(4), "drawn": lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))}
+        torch.manual_seed(seed)
+        found = rank_starts(starts, target(), progress=False)
+        return found["drawn"].missed, torch.rand(1).item()
+
+    (missed, after), (again, other) = rank(1), rank(2)
+    assert missed == again
+    assert after != other
+    torch.manual_seed(1)
+    assert after == torch.rand(1).item()
+
+
 @pytest.mark.parametrize("luck", [0.0, 0.001])
 @pytest.mark.parametrize("before", [0.5, 0.8])
 @pytest.mark.parametrize("shift", [0.15, -0.2])
@@ -523,6 +566,15 @@ def test_a_legend_says_which_losses_order_and_which_calls_compare(ranking, class
     assert "mean of the ranks" not in text
     assert "Tuned: whether fine-tuning the start beats training from scratch" in text
     assert f"features does. By the {measure}" in text
+
+
+@pytest.mark.parametrize(("calls", "said"), [(["helps"], "helps"), (["helps"] * 2, "help")])
+def test_the_advice_names_starts_that_help_frozen_where_scratch_leads(ranking, calls, said):
+    first, *others = ranking.starts
+    helping = [replace(start, frozen_call=call) for start, call in zip(others, calls, strict=False)]
+    found = replace(ranking, starts=(first, *helping), tied=(first.name,), scratch=first.name)
+    names = ", ".join(start.name for start in helping)
+    assert f"frozen, {names} {said}." in found.reading()
 
 
 def test_an_onset_that_is_never_reached_survives_the_file(tmp_path):

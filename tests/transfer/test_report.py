@@ -76,6 +76,7 @@ def test_one_seed_cannot_tell_and_says_why():
         ({"a": [0.8, 0.91], "b": [0.7, 0.81]}, "take a (+30.5 points over scratch)"),
         ({"a": [0.3, 0.41]}, "train from scratch"),
         ({"a": [0.3, 0.81]}, "nothing was seen to help: train from scratch, or add seeds"),
+        ({"a": [0.9]}, "one seed cannot tell: add seeds"),
     ],
 )
 def test_one_sentence_advises(accuracies, said):
