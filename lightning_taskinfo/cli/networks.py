@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_taskinfo._files import write_json
-from lightning_taskinfo._random import own_randomness
 from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo.certificates import certify as certify_network
 from lightning_taskinfo.cli._own import Data, Network, Part, draw, path_of, read_part, started
@@ -123,7 +122,7 @@ def rank(
         labels: At most this many labels, drawn from the training samples.
         scratch: Whether the network with fresh weights takes part; with --fine_tune, starts are then
             said to help or to hurt.
-        seed: Seed of the labels' draw and of fresh weights.
+        seed: Seed of the labels' draw.
         out: Where the ranking is written, as JSON.
         picture: Where the read-outs are drawn, if anywhere.
         **options: Arguments of :func:`lightning_taskinfo.rank_starts`.
@@ -143,8 +142,7 @@ def rank(
     for name, path in starts.items():
         models[name] = partial(started, model, path, "starts")
     if scratch:
-        with own_randomness(seed):
-            models[SCRATCH] = model()
+        models[SCRATCH] = model  # which draws other weights each time
     ranking = rank_starts(
         models,
         _drawn(read_part(data, "train"), labels, seed),

@@ -232,9 +232,8 @@ def read_target(data: Any, batch_size: int | None) -> Target:
     if isinstance(data, ArrayData):
         data = {"train": data.train(), "test": data.test()}
     if hasattr(data, "train_dataloader"):
-        with seeded(
-            0
-        ):  # or parts that are split at random would be others when a killed run goes on
+        # Or parts that are split at random would be others when a killed run goes on.
+        with seeded(0):
             loaders = _loaders(data)
     elif isinstance(data, Mapping):
         parts = {name: part for name, part in data.items() if part is not None}

@@ -89,8 +89,7 @@ def test_rank(mine, trained):
     samples = loaded(mine.Data(shift=0.1)).dataset
     order = torch.randperm(120, generator=torch.Generator().manual_seed(1))[:60].tolist()
     start = mine.Net.load_from_checkpoint("start.ckpt", weights_only=True).cpu()
-    torch.manual_seed(1)
-    models = {"trained": trained, "start": start, "scratch": mine.Net(6)}
+    models = {"trained": trained, "start": start, "scratch": lambda: mine.Net(6)}
     expected = rank_starts(
         models, DataLoader(Subset(samples, order), 60), scratch="scratch", fine_tune=FineTuning(3)
     )
@@ -98,6 +97,7 @@ def test_rank(mine, trained):
     for start in expected.starts:
         assert ranking[start.name].missed == pytest.approx(start.missed)
         assert ranking[start.name].fine_tuned == pytest.approx(start.fine_tuned)
+        assert ranking[start.name].call == start.call
 
 
 def test_embed(mine, trained):
