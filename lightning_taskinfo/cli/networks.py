@@ -62,13 +62,10 @@ def certify(
     Raises:
         ValueError: If an argument does not fit, or a file is damaged.
     """
-    check_picture("picture", picture)
     network = started(model, checkpoint)
     loader = read_part(data, part)
     known = options["known_error"]  # not in the call: it would be taken for where options go
-    files = [path for path in (out, picture) if path is not None]
-    for path in files:
-        path.parent.mkdir(parents=True, exist_ok=True)  # before the work: it may fail
+    files = _checked_files(out, picture)
     certificate = certify_network(
         network,
         loader,
@@ -137,12 +134,12 @@ def rank(
         raise ValueError(
             f"`starts` must name at least one checkpoint, and none {SCRATCH!r}, got {list(starts)}."
         )
-    check_picture("picture", picture)
     models: dict[str, nn.Module | Callable[[], nn.Module]] = {}
     for name, path in starts.items():
         models[name] = partial(started, model, path, "starts")
     if scratch:
         models[SCRATCH] = model  # which draws other weights each time
+    _checked_files(out, picture)
     ranking = rank_starts(
         models,
         _drawn(read_part(data, "train"), labels, seed),
@@ -153,6 +150,17 @@ def rank(
     if picture is not None:
         draw(picture, ranking.plot())
     return f"{ranking}\n{out}"
+
+
+def _checked_files(out: Path, picture: Path | None) -> list[Path]:
+    """Return the files that will be written; before the work, as it may fail."""
+    check_picture("picture", picture)
+    if out.is_dir():
+        raise ValueError(f"`out` must be a file, got the folder {out}.")
+    files = [path for path in (out, picture) if path is not None]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return files
 
 
 def _drawn(loader: Loader, labels: int, seed: int) -> Loader:

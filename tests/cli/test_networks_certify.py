@@ -265,6 +265,7 @@ def test_a_centre_that_is_not_one(folder, capsys, name):
         ),
         (["--draws=0"], "`draws` must be at least 1, got 0."),
         (["--picture=a.nonsense"], "`picture` must end in .png, .pdf or .svg, got a.nonsense."),
+        (["--out=."], "`out` must be a file, got the folder ."),
     ],
 )
 def test_wrong_values_end_with_2_and_their_message(folder, capsys, arguments, message):

@@ -66,6 +66,7 @@ def test_without_scratch(folder):
         (["--starts={a: nowhere.pt}"], "`starts`"),
         ([STARTS, "--labels=0"], "`labels`"),
         ([STARTS, "--picture=ranking.txt"], "`picture`"),
+        ([STARTS, "--out=."], "`out` must be a file, got the folder ."),
         ([STARTS, "--model.classes=4"], "`starts`"),
         ([STARTS, "--data=nowhere.npz"], "A dataset"),
     ],
