@@ -351,11 +351,11 @@ class Measurement:
             _KNOWN[self.model] = self.known
 
     def _affordable(self) -> int:
-        """Return how many samples to take at once: as many as keep the uses' gradients in about 32 MB."""
+        """Return how many samples to take at once: as many as keep the uses' gradients in about 64 MB."""
         labels = self.request.labels
         scores = {"sampled": self.request.mc_samples, "exact": self.known.outputs, "empirical": 1}
         held = min(SCORES, scores[labels]) * self.known.elements
-        samples = 4 * BLOCK // max(1, held)
+        samples = 8 * BLOCK // max(1, held)
         return min(max(samples, 32), 512)
 
     def _plan(

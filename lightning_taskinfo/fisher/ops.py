@@ -27,7 +27,7 @@ from lightning_taskinfo.fisher.proof import Rows
 BLOCK = 1 << 21  # elements of per-sample gradients formed at once: 8 MB in float32
 SMALL_MAP = 100  # output positions up to which patches beat grouped convolutions
 WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels
-FEW_ENTRIES, FEW_CHANNELS = 48, 8  # a patch with so few entries, and at least so many outputs of it
+FEW_ENTRIES = 48  # a patch with so few
 
 Scores = list[Tensor]  # by score, gradients by the output of an operation
 Factor = Callable[[], Tensor] | None
@@ -275,7 +275,7 @@ class Conv(Product):
     def by_patches(self) -> bool:
         """Whether patches are quicker than a grouped convolution."""
         out, channels, *kernel = self.shape
-        few = self.shape[1:].numel() <= FEW_ENTRIES and out >= FEW_CHANNELS
+        few = self.shape[1:].numel() <= FEW_ENTRIES
         small = self.entries * len(self.inputs) <= BLOCK // 4
         largest_map = WIDE_MAP if out * channels >= WIDE else SMALL_MAP
         small_map = self.positions.numel() <= largest_map
