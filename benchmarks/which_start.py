@@ -148,12 +148,13 @@ samples, by the number of labels. With 4/3 of it in the error, and prior odds as
 to 13, 52 % of the calls are confident there and 95.3 % of these true; without luck and with 4 to 1, the rule of the
 fifth look, it is 52 % and 95.0 %. The former is the rule of ``rank_starts``; both are reported on the six.
 
-**On the six the test was missed with full fine-tuning**: 42 % of 792 calls are confident, 89.1 % of these true by errors, where a rule without
-mistakes would have 93.4 %; 215 of 218 where ten seeds decide; 95.0 % corrected. Without luck it is 45 and 88.7 %, with log-losses 39 and
-83.9 %. What was known beforehand does not hold there: starts help in 67 % of the places, and in 34 and 41 % on two of the six. Nor could much more
-be called: prophets, who have fine-tuned on the same labels and have seen all test images, are right in 84 % if they call the surest half, with
-the odds that suit them best ("foreseen", planned after the six had been judged; 95 % on the nine). With frozen features it was met: 60 % and
-97.3 %. The rule stays.
+**On the six the test was missed with full fine-tuning**: 42 % of 792 calls are confident, 89.1 % of these true by
+errors, where a rule without mistakes would have 93.4 %; 215 of 218 where ten seeds decide; 95.0 % corrected. Without
+luck it is 45 and 88.7 %, with log-losses 39 and 83.9 %. What was known beforehand does not hold there: starts help in
+67 % of the places, and in 34 and 41 % on two of the six. Nor could much more be called: prophets, who have fine-tuned
+on the same labels and have seen all test images, are right in 84 % if they call the surest half, with the odds that
+suit them best ("foreseen", planned after the six had been judged; 95 % on the nine). With frozen features it was met:
+60 % and 97.3 %. The rule stays.
 
 EfficientNets were run last, when the rest had been looked at, with the registered recipe (30 steps) and judges.
 Errors after full fine-tuning are 65 to 74 % where a linear head has 23 to 56 %. The cause is the evaluation, not the
