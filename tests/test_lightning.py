@@ -2,14 +2,16 @@
 
 import sys
 from importlib import import_module
+from inspect import isabstract
 from pathlib import Path
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_taskinfo import FisherTrace
+from lightning_taskinfo import FisherTrace, callbacks
 from lightning_taskinfo._lightning import NAMESPACES, Callback, LightningDataModule
 from tests.callbacks.runs import digits, read_csv
 
@@ -156,3 +158,23 @@ def test_other_modules_do_not_import_lightning():
     assert [
         p.name for p in package.rglob("*.py") if "import lightning.pytorch" in p.read_text()
     ] == []
+
+
+NEEDED = {"PACBayesCertificate": {"prior_origin": "random initialisation"}}
+PROBES = [
+    kind
+    for kind in vars(callbacks).values()
+    if isinstance(kind, type) and issubclass(kind, callbacks.Probe) and not isabstract(kind)
+]
+
+
+@pytest.mark.parametrize("kind", PROBES)
+def test_configuration_files_make_every_callback(kind):
+    """Options that a callback fixes are not asked of files, which would give them twice."""
+    parser = ArgumentParser()
+    parser.add_argument("--callback", type=Callback)
+    arguments = {"max_samples": 20, **NEEDED.get(kind.__name__, {})}
+    words = {"class_path": f"lightning_taskinfo.{kind.__name__}", "init_args": arguments}
+    made = parser.instantiate_classes(parser.parse_object({"callback": words})).callback
+    assert type(made) is kind
+    assert made.max_samples == 20

@@ -239,8 +239,14 @@ class HardSamples(Probe):
             if not norms:
                 raise ValueError(f"`rank_by` must be 'loss' with `norms=False`, got {rank_by!r}.")
             self.default_every_n_steps = 1
-        fixed: Any = {"data": "train_batch", "labels": "empirical", "at_start": False}
-        super().__init__(max_samples=max_samples, **fixed, **probe)
+        # One by one: configuration files find by this call which options are left.
+        super().__init__(
+            max_samples=max_samples,
+            data="train_batch",
+            labels="empirical",
+            at_start=False,
+            **probe,
+        )
         self.rank_by: Score = rank_by
         self.norms = norms
         self.headline = ("squared_gradient_norm",) if norms else ("sample_loss",)
