@@ -27,7 +27,7 @@ from lightning_taskinfo.fisher.proof import Rows
 BLOCK = 1 << 21  # elements of per-sample gradients formed at once: 8 MB in float32
 SMALL_MAP = 100  # output positions up to which patches beat grouped convolutions
 WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels
-FEW_ENTRIES = 48  # a patch with so few
+FEW_ENTRIES = 48  # of a patch, up to which patches always do
 
 Scores = list[Tensor]  # by score, gradients by the output of an operation
 Factor = Callable[[], Tensor] | None
