@@ -85,7 +85,8 @@ class Gram:
 
     def __post_init__(self) -> None:
         self.held = 0
-        self.kept: dict[str, list[tuple[slice, Features]]] = {}
+        # By parameter: features of all samples, and how many of these are there.
+        self.kept: dict[str, tuple[Features, int]] = {}
         self.postponed: set[str] = set()
 
     def add(
@@ -96,33 +97,52 @@ class Gram:
     ) -> None:
         if name not in self.wanted or name in self.postponed:
             return
-        count = samples.stop - samples.start
-        features = found.one_product() or (_flat(found, count),)
-        if count == len(self.gram):
+        pair = found.one_product()
+        if pair is not None:
+            self._keep(name, samples.start, pair)
+            return
+        for some, gradients in found.formed():
+            flat = gradients.unsqueeze(-1).flatten(1)
+            self._keep(name, samples.start + some.start, (flat,))
+
+    def _keep(
+        self,
+        name: str,
+        start: int,
+        features: Features,
+    ) -> None:
+        """Keep features of some samples until there are those of all, which are counted."""
+        n = len(self.gram)
+        stop = start + len(features[0])
+        if stop - start == n:
             self._count(features)
             return
-        held = sum(x.numel() for x in features)
-        expected = held * len(self.gram) // count
-        too_many = self.held + expected > ROOM
-        if self.kept and name not in self.kept and too_many:  # one parameter always fits
-            self.postponed.add(name)
+        if name not in self.kept:
+            needed = n * sum(x.shape[1] for x in features)
+            if self.kept and self.held + needed > ROOM:  # one parameter always fits
+                self.postponed.add(name)
+            if name in self.postponed:
+                return
+            self.held += needed
+            self.kept[name] = tuple(x.new_empty(n, x.shape[1]) for x in features), 0
+        whole, done = self.kept.pop(name)
+        if len(whole) != len(features):  # of one of them products, as of a sample that was alone
+            whole, features = _multiplied(whole), _multiplied(features)
+        for into, x in zip(whole, features, strict=True):
+            into[done:start] = 0  # no gradient has reached these
+            into[start:stop] = x
+        if stop < n:
+            self.kept[name] = whole, stop
         else:
-            self.held += held
-            self.kept.setdefault(name, []).append((samples, features))
+            self._count(whole)
 
     def close(self) -> None:
         """Count what was kept, after the last sample; samples that no gradient reaches have zeros."""
-        while self.kept:
-            _, blocks = self.kept.popitem()
-            if any(len(features) == 1 for _, features in blocks):
-                blocks = [(samples, _multiplied(features)) for samples, features in blocks]
-            _, like = blocks[0]
-            n = len(self.gram)
-            whole = [x.new_zeros(n, x.shape[1]) for x in like]
-            for samples, features in blocks:
-                for into, x in zip(whole, features, strict=True):
-                    into[samples] = x
-            self._count(tuple(whole))
+        for whole, done in self.kept.values():
+            for x in whole:
+                x[done:] = 0
+            self._count(whole)
+        self.kept.clear()
 
     def _count(self, features: Features) -> None:
         """Add the inner products; ``⟨b aᵀ, b′ a′ᵀ⟩ = (a·a′)(b·b′)`` where there are two vectors."""
@@ -195,21 +215,6 @@ class TraceSums(NamedTuple):
         return Trace(trace, math.sqrt(variance / n), layers)
 
 
-def _flat(
-    found: Gradients,
-    n: int,
-) -> Tensor:
-    """Return the gradients of ``n`` samples as one matrix ``[n, weights]``."""
-    rows: Tensor | None = None
-    for some, gradients in found.formed():
-        flat = gradients.unsqueeze(-1).flatten(1)
-        if rows is None:
-            rows = flat.new_empty(n, flat.shape[1])
-        rows[some] = flat
-    assert rows is not None
-    return rows
-
-
 def _multiplied(features: Features) -> Features:
     if len(features) == 1:
         return features
@@ -220,13 +225,12 @@ def _multiplied(features: Features) -> Features:
 
 def inner_products(x: Tensor) -> Tensor:
     """Return ``x xᵀ`` in float64, from products of a block of columns at a time."""
-    n = len(x)
-    gram = x.new_zeros(n, n, dtype=torch.float64)
-    step = COLUMNS * max(1, BLOCK // n**2)  # of columns whose products are held at once
-    for columns in x.split(step, dim=1):
-        whole = columns.shape[1] // COLUMNS * COLUMNS
-        blocks = columns[:, :whole].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
+    whole = x.shape[1] // COLUMNS * COLUMNS
+    rest = x[:, whole:]
+    gram = (rest @ rest.T).double()
+    step = COLUMNS * max(1, BLOCK // len(x) ** 2)  # of columns whose products are held at once
+    for start in range(0, whole, step):
+        columns = x[:, start : min(start + step, whole)]
+        blocks = columns.unflatten(1, (-1, COLUMNS)).transpose(0, 1)
         gram += torch.bmm(blocks, blocks.mT).sum(0, dtype=torch.float64)
-        rest = columns[:, whole:]
-        gram += rest @ rest.T
     return gram

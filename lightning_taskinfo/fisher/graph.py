@@ -113,14 +113,10 @@ class Graph:
     def sparse(self, number: int) -> bool:
         """Whether an operation multiplies by a sparse matrix, whose zeros hide infinite gradients."""
         node = self.nodes[number]
-        for name in ("self", "mat1", "mat2"):
-            raw = getattr(node, f"_raw_saved_{name}", None)
-            if raw is None or getattr(raw, "unpack_hook", None) is not None:  # computed later
-                continue
-            factor = getattr(node, f"_saved_{name}")
-            if factor is not None and factor.layout != torch.strided:
-                return True
-        return False
+        if computed_again(node):
+            return False
+        factors = [getattr(node, f"_saved_{name}", None) for name in ("self", "mat1", "mat2")]
+        return any(getattr(x, "layout", torch.strided) != torch.strided for x in factors)
 
     def without_masks(self) -> AbstractContextManager[None]:
         """Let gradients pass by selections in backward passes, as if every mask selected everything."""
@@ -265,6 +261,19 @@ def _settings_names(kind: Any) -> list[str]:
     return sorted(
         name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names
     )
+
+
+def computed_again(node: Any) -> bool:
+    """Whether what an operation has kept may have to be computed again, as where activations are checkpointed."""
+    kind: Any = type(node)
+    kept = [getattr(node, name) for name in _kept_names(kind)]
+    # Older versions of torch do not tell.
+    return any(getattr(x, "unpack_hook", x) is not None for x in kept if x is not None)
+
+
+@cache
+def _kept_names(kind: Any) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def _reached(

@@ -166,9 +166,8 @@ class KroneckerSums:
         of_outputs, of_inputs = sums.rows, sums.columns
         if isinstance(use, Embedding) or use.inputs_in_rows:
             of_outputs, of_inputs = of_inputs, of_outputs
-        for b in scores:
-            by_place = b if b.dim() == 3 else as_places(b)
-            add_gram(of_outputs, by_place.flatten(0, 1))
+        for b in scores if scores.dim() == 4 else as_places(scores):
+            add_gram(of_outputs, b.flatten(0, 1))
         # Scores come in groups. The inputs are the same for all groups of a chunk, and count once.
         if (name, samples.start) in self._read:
             return

@@ -130,7 +130,7 @@ def measure(
         return
     inputs, targets = with_targets(model, inputs, targets, request.forward_fn)
     observed = parts(model)
-    _check_modules(model)
+    _check_modules(model, observed.modules)
     _check_targets(targets, n)
     if request.forward_fn is None:
         call_on(model, inputs)  # before anything is watched
@@ -221,7 +221,7 @@ class Known:
             ``forward_fn`` can mix the samples before they reach the model, where no graph shows it:
             what was found with one says nothing about another.
         outputs: Numbers that the model puts out for one sample.
-        elements: Numbers that all uses put out for one sample.
+        elements: Numbers that all uses put out for one sample, or three times those of the largest one.
         alone: The signature of the graph of one sample.
         plans: What was shown, for graphs of several sizes.
         mixes: Whether samples were seen to depend on their batch.
@@ -268,7 +268,7 @@ class Measurement:
         if step > 1:
             self._recall()
             if self.request.chunk_size is None:
-                chunks = max(1, round(n / self._affordable()))
+                chunks = math.ceil(n / self._affordable())
                 step = math.ceil(n / chunks)  # chunks of about one size
         start = 0
         while start < n:
@@ -346,16 +346,19 @@ class Measurement:
         self.known.alone = graph.signature
         if not graph.opaque:
             sizes = [shape_of(graph.edge(number)).numel() for number in graph.uses(set())]
-            self.known.elements = sum(sizes)
+            self.known.elements = max(sum(sizes), 3 * max(sizes, default=0))
         if not self.sharded:
             _KNOWN[self.model] = self.known
 
     def _affordable(self) -> int:
-        """Return how many samples to take at once: as many as keep the uses' gradients in about 64 MB."""
+        """Return how many samples to take at once: as many as keep the uses' gradients in 96 MB, and each in 32.
+
+        Memory for larger ones is given back to the system at once. To get it anew takes as long as to compute with it.
+        """
         labels = self.request.labels
         scores = {"sampled": self.request.mc_samples, "exact": self.known.outputs, "empirical": 1}
         held = min(SCORES, scores[labels]) * self.known.elements
-        samples = 8 * BLOCK // max(1, held)
+        samples = 12 * BLOCK // max(1, held)
         return min(max(samples, 32), 512)
 
     def _plan(
@@ -493,12 +496,16 @@ class Measurement:
         return {name: g.to_dense().clone()[None] for name, g in found.items() if g is not None}
 
 
-def _check_modules(model: nn.Module) -> None:
+def _check_modules(
+    model: nn.Module,
+    modules: list[nn.Module],
+) -> None:
     """Raise a ``ValueError`` if a module mixes the samples."""
-    for name, module in model.named_modules():
+    for module in modules:
         if not isinstance(module, _BatchNorm):
             continue
         if module.training or module.running_mean is None:
+            (name,) = [name for name, part in model.named_modules() if part is module]
             raise ValueError(
                 f"BatchNorm {name!r} is in train mode, or has no other, and normalises with the "
                 "statistics of the batch: it mixes the samples, and none has a gradient of its own; call "

@@ -29,7 +29,6 @@ SMALL_MAP = 100  # output positions up to which patches beat grouped convolution
 WIDE_MAP, WIDE = 256, 2048  # the same for at least so many pairs of channels
 FEW_ENTRIES = 48  # of a patch, up to which patches always do
 
-Scores = list[Tensor]  # by score, gradients by the output of an operation
 Factor = Callable[[], Tensor] | None
 
 
@@ -67,8 +66,8 @@ class Weight:
 class Use:
     """One weight in one operation.
 
-    Output gradients are *arranged* once, with the samples first; everything else is made of arranged ones.
-
+    Output gradients, of several scores together, are *arranged* once, with the samples behind the scores;
+    everything else is made of arranged ones.
     """
 
     at: Weight
@@ -86,23 +85,23 @@ class Use:
         """What uses of a parameter have in common that can be made one, with the rows of all; None if they cannot."""
         return None
 
-    def arranged(self, b: Tensor) -> Tensor:
-        """Return the gradients by the operation's output with the samples first, ``[N, ...]``."""
-        return self.rows.samples_first(b)
+    def arranged(self, scores: Tensor) -> Tensor:
+        """Return the gradients ``[S, ...]`` by the operation's output as ``[S, N, ...]``."""
+        return self.rows.samples_first(scores, 1)
 
     def gradients(
         self,
         b: Tensor,
         samples: slice,
     ) -> Tensor:
-        """Return the gradients of some samples, ``[n, *shape]``, from arranged ones of all."""
+        """Return the gradients of some samples, ``[n, *shape]``, from arranged ones of all for one score."""
         raise NotImplementedError
 
-    def norms(self, scores: Scores) -> Tensor | None:
+    def norms(self, scores: Tensor) -> Tensor | None:
         """Return the squared norm of each sample's gradient, summed over scores, ``[N]``; None if it must be formed."""
         return None
 
-    def diagonal(self, scores: Scores) -> Tensor | None:
+    def diagonal(self, scores: Tensor) -> Tensor | None:
         """Return the squared gradients, summed over samples and scores, shaped like the weight; None likewise."""
         return None
 
@@ -147,15 +146,15 @@ class Product(Use):
         """Return output gradients and inputs, those first that have a row of the parameter each."""
         return (a, b) if self.inputs_in_rows else (b, a)
 
-    def arranged(self, b: Tensor) -> Tensor:
-        """Return inputs or output gradients as ``[N, T, D]``, or ``[N, G, T, D]``."""
-        x = self.rows.samples_first(b)
-        return x.transpose(1, 2) if self.grouped else x.flatten(1, -2)
+    def arranged(self, scores: Tensor) -> Tensor:
+        """Return output gradients as ``[S, N, T, D]``, or ``[S, N, G, T, D]``."""
+        x = self.rows.samples_first(scores, 1)
+        return x.transpose(2, 3) if self.grouped else x.flatten(2, -2)
 
     @cached_property
     def a(self) -> Tensor:
-        """The arranged inputs."""
-        return self.arranged(at_least_float32(self.inputs))
+        """The inputs as ``[N, T, D]``, or ``[N, G, T, D]``."""
+        return self.arranged(at_least_float32(self.inputs).unsqueeze(0))[0]
 
     def of(self, samples: slice) -> Tensor:
         """Return the inputs of some samples."""
@@ -174,20 +173,24 @@ class Product(Use):
         gradients = b[samples].mT @ self.of(samples)
         return self._turned(gradients).reshape(len(gradients), *self.shape)
 
-    def norms(self, scores: Scores) -> Tensor | None:
+    def norms(self, scores: Tensor) -> Tensor | None:
+        if self._is_one_row(scores):
+            return squared_norms(self.of(slice(None))) * squared_norms(scores.transpose(0, 1))
         norms = []
-        for some in blocks(len(scores[0]), self.copied):
-            a = self.of(some)
-            norms.append(total(product_norms(b[some], a) for b in scores))
+        for some in blocks(scores.shape[1], self.copied):
+            norms.append(product_norms(scores[:, some], self.of(some)))
         return torch.cat(norms)
 
-    def diagonal(self, scores: Scores) -> Tensor | None:
-        if self.grouped or scores[0].shape[1] != 1:
+    def diagonal(self, scores: Tensor) -> Tensor | None:
+        if not self._is_one_row(scores):
             return None
-        of_outputs = total(b[:, 0].square() for b in scores)
+        of_outputs = summed_squares(scores[:, :, 0])
         of_inputs = self.of(slice(None))[:, 0].square()
         squares = of_outputs.T @ of_inputs  # of one row: (b aᵀ)² = b² (a²)ᵀ
         return self._turned(squares).reshape(self.shape)
+
+    def _is_one_row(self, scores: Tensor) -> bool:
+        return scores.shape[2] == 1 and not self.grouped
 
     def _turned(self, product: Tensor) -> Tensor:
         return product.mT if self.turned else product
@@ -241,16 +244,16 @@ class Conv(Product):
         """The inputs with the samples first, ``[N, repeat, C, ...]``."""
         return self.rows.samples_first(at_least_float32(self.inputs))
 
-    def arranged(self, b: Tensor) -> Tensor:
-        """Return output gradients as ``[N, T, C]``."""
-        return as_places(self.rows.samples_first(b))
+    def arranged(self, scores: Tensor) -> Tensor:
+        """Return output gradients as ``[S, N, T, C]``."""
+        return as_places(self.rows.samples_first(scores, 1))
 
     def of(self, samples: slice) -> Tensor:
         """Return the patches of some samples, ``[n, T, entries]``; those of the last ones are kept."""
         if self._last is None or self._last[0] != samples:
             a = self.a[samples]
-            patches = self.patches(a.flatten(0, 1))
-            self._last = samples, as_places(patches.unflatten(0, a.shape[:2]))
+            patches = self.patches(a.flatten(0, 1)).mT
+            self._last = samples, patches.unflatten(0, a.shape[:2]).flatten(1, 2)
         return self._last[1]
 
     def patches(self, a: Tensor) -> Tensor:
@@ -316,10 +319,9 @@ class Grouped(Conv):
         return max(self.shape.numel(), BLOCK // 32)  # groups of more samples are slower
 
 
-def as_places(x: Tensor) -> Tensor:
-    """Return ``[N, repeat, D, *positions]`` as ``[N, places, D]``."""
-    by_channel = x.flatten(3).transpose(1, 2)  # [N, D, repeat, positions]
-    return by_channel.flatten(2).mT
+def as_places(scores: Tensor) -> Tensor:
+    """Return ``[S, N, repeat, C, *positions]`` as ``[S, N, places, C]``."""
+    return scores.flatten(4).mT.flatten(2, 3)
 
 
 CONVOLUTION = ("stride", "padding", "dilation", "groups", "transposed", "output_padding")
@@ -362,18 +364,25 @@ class Elementwise(Use):
         over_rows = self.aligned[self.rows.axis :][: self.rows.merged]
         return set(over_rows) == {1}
 
-    def arranged(self, b: Tensor) -> Tensor:
+    def arranged(self, scores: Tensor) -> Tensor:
         """Return the gradients of the weight."""
-        product = b if self.factor is None else b * self.factor().conj()
-        if product.is_complex() and not like(self.at.source).dtype.is_complex:
-            product = product.real
+        if self.factor is None:
+            gradients = self._summed(scores)
+        else:
+            factor = self.factor().conj()
+            gradients = torch.cat([self._summed(b * factor) for b in scores.split(1)])
+        return gradients if self.scale == 1 else gradients * self.scale
+
+    def _summed(self, scores: Tensor) -> Tensor:
+        """Return what arrives at the weight, from all entries of each sample."""
+        if scores.is_complex() and not like(self.at.source).dtype.is_complex:
+            scores = scores.real
         first = self.rows.axis
         behind = first + self.rows.merged
         others = [*self.aligned[:first], *self.aligned[behind:]]  # axes of a row
-        product = self.rows.samples_first(product)
-        summed = product.sum_to_size(len(product), 1, *others)
-        gradients = summed.reshape(len(summed), *self.shape)
-        return gradients if self.scale == 1 else gradients * self.scale
+        by_sample = self.rows.samples_first(scores, 1)
+        several = by_sample.shape[:2]
+        return by_sample.sum_to_size(*several, 1, *others).reshape(*several, *self.shape)
 
     def gradients(
         self,
@@ -381,6 +390,12 @@ class Elementwise(Use):
         samples: slice,
     ) -> Tensor:
         return b[samples]
+
+    def norms(self, scores: Tensor) -> Tensor:
+        return squared_norms(scores.transpose(0, 1))
+
+    def diagonal(self, scores: Tensor) -> Tensor:
+        return summed_squares(scores).sum(0)
 
 
 def _add(
@@ -451,14 +466,14 @@ class Embedding(Use):
         """The indices, ``[N, T]``."""
         return self.rows.samples_first(self.index).flatten(1)
 
-    def arranged(self, b: Tensor) -> Tensor:
-        """Return gradients ``[N, T, D]``, zero where a lookup does not count."""
-        b = self.rows.samples_first(b)
-        b = b.reshape(*self.a.shape, b.shape[-1])
+    def arranged(self, scores: Tensor) -> Tensor:
+        """Return gradients ``[S, N, T, D]``, zero where a lookup does not count."""
+        scores = self.rows.samples_first(scores, 1)
+        scores = scores.reshape(len(scores), *self.a.shape, scores.shape[-1])
         if self.padding_idx < 0:
-            return b
+            return scores
         padding = self.a == self.padding_idx
-        return b.masked_fill(padding.unsqueeze(-1), 0)
+        return scores.masked_fill(padding.unsqueeze(-1), 0)
 
     def gradients(
         self,
@@ -471,14 +486,14 @@ class Embedding(Use):
         rows.index_add_(0, self._numbered(samples), b.flatten(0, 1))
         return gradients
 
-    def norms(self, scores: Scores) -> Tensor:
-        norms = scores[0].new_zeros(len(scores[0]))
+    def norms(self, scores: Tensor) -> Tensor:
+        norms = scores.new_zeros(scores.shape[1])
         for pairs, gradients in map(self._by_token, scores):
             norms.index_add_(0, pairs // self.shape[0], squared_norms(gradients))
         return norms
 
-    def diagonal(self, scores: Scores) -> Tensor:
-        squares = scores[0].new_zeros(self.shape)
+    def diagonal(self, scores: Tensor) -> Tensor:
+        squares = scores.new_zeros(self.shape)
         for pairs, gradients in map(self._by_token, scores):
             squares.index_add_(0, pairs % self.shape[0], gradients.square())
         return squares
@@ -573,27 +588,38 @@ def blocks(
 
 
 def product_norms(
-    b: Tensor,
+    scores: Tensor,
     a: Tensor,
 ) -> Tensor:
-    """Return the squared norms ``[N]`` of ``bᵀ a``, of ``[N, ..., T, C]`` and ``[N, ..., T, D]``, formed if cheaper."""
+    """Return the squared norms ``[N]`` of ``bᵀ a``, summed over scores ``b``, formed if that is cheaper.
+
+    Args:
+        scores: Output gradients, ``[S, N, ..., T, C]``.
+        a: Inputs, ``[N, ..., T, D]``.
+    """
     positions, wide = a.shape[-2:]
-    high = b.shape[-1]
-    if positions == 1 and a.dim() == 3:
-        return squared_norms(a) * squared_norms(b)
+    high = scores.shape[-1]
     if positions * (wide + high) < wide * high:  # ghost norm: Σ_{t,s} (a_t·a_s)(b_t·b_s)
-        products = (a @ a.mT) * (b @ b.mT)
-        return products.flatten(1).sum(1)
-    some = blocks(len(a), a[0].numel() // positions * high)
-    return torch.cat([squared_norms(b[samples].mT @ a[samples]) for samples in some])
+        products = total(b @ b.mT for b in scores)
+        return (products * (a @ a.mT)).flatten(1).sum(1)
+    norms = []
+    for some in blocks(len(a), a[0].numel() // positions * high):
+        norms.append(total(squared_norms(b[some].mT @ a[some]) for b in scores))
+    return torch.cat(norms)
 
 
 def squared_norms(x: Tensor) -> Tensor:
     """Return the squared norm of each row ``[N, ...]``, shape ``[N]``."""
-    if x.dim() == 1:  # of a parameter that is one number
-        return x.square()
-    others = tuple(range(1, x.dim()))
-    return torch.linalg.vector_norm(x, dim=others).square_()
+    others = tuple(range(1, x.dim()))  # none of a parameter that is one number
+    return torch.linalg.vector_norm(x, dim=others).square_() if others else x.square()
+
+
+def summed_squares(x: Tensor) -> Tensor:
+    """Return the sum of squares over axis 0, with no copy of them."""
+    squares = torch.zeros_like(x[0])
+    for part in x:
+        squares.addcmul_(part, part)
+    return squares
 
 
 def total(parts: Iterable[Tensor]) -> Tensor:

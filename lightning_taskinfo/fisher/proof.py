@@ -74,19 +74,29 @@ class Rows:
     repeat: int = 1
     index: Tensor | None = None
 
-    def rows_first(self, x: Tensor) -> Tensor:
-        """Return ``x`` with its rows along axis 0."""
+    def rows_first(
+        self,
+        x: Tensor,
+        place: int = 0,
+    ) -> Tensor:
+        """Return ``x`` with its rows along axis 0, or behind other axes at another ``place``."""
         if self.merged > 1:
-            x = x.flatten(0, self.merged - 1)
-        return x.movedim(self.axis, 0) if self.axis else x
+            x = x.flatten(place, place + self.merged - 1)
+        return x.movedim(place + self.axis, place) if self.axis else x
 
-    def samples_first(self, x: Tensor) -> Tensor:
-        """Return ``x`` as ``[N, repeat, ...]``, with zeros for no row."""
-        rows = self.rows_first(x)
-        if self.index is not None:
-            no_row = rows.new_zeros(1, *rows.shape[1:])
-            return torch.cat([rows, no_row])[self.index]
-        return rows.unsqueeze(1) if self.repeat == 1 else rows.unflatten(0, (-1, self.repeat))
+    def samples_first(
+        self,
+        x: Tensor,
+        place: int = 0,
+    ) -> Tensor:
+        """Return ``x`` as ``[N, repeat, ...]``, or with these behind other axes, and with zeros for no row."""
+        rows = self.rows_first(x, place)
+        if self.index is None:
+            one = self.repeat == 1  # as a rule, and quicker
+            return rows.unsqueeze(place + 1) if one else rows.unflatten(place, (-1, self.repeat))
+        no_row = rows.new_zeros(*rows.shape[:place], 1, *rows.shape[place + 1 :])
+        found = torch.cat([rows, no_row], place).index_select(place, self.index.flatten())
+        return found.unflatten(place, self.index.shape)
 
     def numbers(self, rows: int) -> Tensor:
         """Return the numbers ``[N, repeat]`` of the samples' rows."""

@@ -17,6 +17,7 @@ from lightning_taskinfo._observe import at_least_float32
 from lightning_taskinfo.fisher.graph import (
     Edge,
     Graph,
+    computed_again,
     hooked,
     inside_a_pass,
     pulled_back,
@@ -39,7 +40,7 @@ from lightning_taskinfo.fisher.proof import Plan
 FEW = 4096  # elements of a gradient up to which samples are squared together rather than one by one
 
 Formed = Iterator[tuple[slice, Tensor]]  # samples, and gradients of theirs
-Part = tuple[Use, list[Tensor]]  # a use, with arranged gradients by its output
+Part = tuple[Use, Tensor]  # a use, with arranged gradients by its output
 
 
 class Gradients:
@@ -99,8 +100,8 @@ class OfUses(Gradients):
         self.leaf = leaf
         groups: dict[Any, list[Part]] = {}
         for use, scores in parts:
-            arranged = [use.arranged(b) for b in scores]
-            groups.setdefault(use.joint or id(use), []).append((use, arranged))
+            part = (use, use.arranged(scores))
+            groups.setdefault(use.joint or id(use), []).append(part)
         self.parts = [*map(_joined, groups.values())]
         self.only = self.parts[0] if len(parts) == 1 else None
 
@@ -122,16 +123,16 @@ class OfUses(Gradients):
         return super().diagonal() if quick is None else self._pulled(use, quick[None])[0]
 
     def one_product(self) -> tuple[Tensor, Tensor] | None:
-        (use, (b, *_)), *others = self.parts
-        if others or type(use) is not Product or use.joint is None or b.shape[1] != 1:
+        (use, scores), *others = self.parts
+        if others or type(use) is not Product or use.joint is None or scores.shape[2] != 1:
             return None
-        return use.left_and_right(b[:, 0], use.a[:, 0])
+        return use.left_and_right(scores[0, :, 0], use.a[:, 0])
 
     def formed(self) -> Formed:
         elements = [use.elements for use, _ in self.parts]
         elements.append(shape_of(self.leaf).numel())
         _, scores = self.parts[0]
-        for samples in blocks(len(scores[0]), max(elements)):
+        for samples in blocks(scores.shape[1], max(elements)):
             for i in range(len(scores)):
                 of_uses = []
                 for use, arranged in self.parts:
@@ -162,14 +163,14 @@ def _joined(parts: list[Part]) -> Part:
     uses, scores = zip(*parts, strict=True)
     whole: Any = copy(uses[0])
     whole.a = torch.cat([use.a for use in uses], 1)
-    return whole, [torch.cat(of_uses, 1) for of_uses in zip(*scores, strict=True)]
+    return whole, torch.cat(scores, 2)
 
 
 def _tied_norms(
     product: Product,
-    dense: list[Tensor],
+    dense: Tensor,
     table: Embedding,
-    lookups: list[Tensor],
+    lookups: Tensor,
 ) -> Tensor:
     r"""Return the squared norms of :math:`\sum_s l_s r_s^\top + \sum_t e_{x_t} v_t^\top` without forming it.
 
@@ -276,8 +277,10 @@ def _uses(
         node = graph.nodes[at.number]
         weights.append(Weight(node, at.place, graph.edge(*at.source), at.rows, at.way, own))
     uses: list[Use] = []
-    # What checkpointing has to compute again is computed once.
-    inside_a_pass(lambda: uses.extend(map(read, weights)))
+    if any(computed_again(at.node) for at in weights):
+        inside_a_pass(lambda: uses.extend(map(read, weights)))  # computes it once
+    else:
+        uses.extend(map(read, weights))
     found: dict[int, list[tuple[str, Use]]] = defaultdict(list)
     for at, use in zip(plan.places, uses, strict=True):
         for name in at.names:

@@ -65,7 +65,7 @@ def found(use, scores):
 def test_every_way_gives_the_gradients_of_a_loop(case, way):
     use, scores, expected = made(case, way)
     everybody = slice(0, N)
-    first, second = map(use.arranged, scores)
+    first, second = use.arranged(torch.stack(scores))
     torch.testing.assert_close(use.gradients(first, everybody), expected[0])
     torch.testing.assert_close(use.gradients(second, slice(1, 3)), expected[1][1:3])
     gradients = found(use, scores)
@@ -78,7 +78,8 @@ def test_every_way_gives_the_gradients_of_a_loop(case, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_inputs_may_lie_in_memory_as_they_like(way):
     use, scores, expected = made("3x3", way, memory_format=torch.channels_last)
-    gradients = use.gradients(use.arranged(scores[0]), slice(0, N))
+    (first, _) = use.arranged(torch.stack(scores))
+    gradients = use.gradients(first, slice(0, N))
     torch.testing.assert_close(gradients, expected[0])
 
 
@@ -112,9 +113,9 @@ def test_rows_of_a_sample_add_up(way, rows, samples):
     use = replace(use, inputs=inputs, at=replace(use.at, rows=rows))
     b = torch.randn(6, 4, 7, 6, dtype=torch.float64)
     single = replace(use, at=replace(use.at, rows=Rows()))
-    each = single.gradients(single.arranged(b), slice(0, 6))
+    each = single.gradients(single.arranged(b[None])[0], slice(0, 6))
     expected = torch.stack([each[numbers].sum(0) for numbers in samples])
-    arranged = use.arranged(b)
+    (arranged,) = use.arranged(b[None])
     torch.testing.assert_close(use.gradients(arranged, slice(0, 2)), expected)
     torch.testing.assert_close(found(use, [b]).norms(), expected.flatten(1).square().sum(1))
 
