@@ -147,8 +147,9 @@ def observing_parts(observed: Parts) -> Iterator[None]:
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             for module in modules:
-                # Not `.eval()`: a module may override it, e.g. to keep its batch norm frozen.
-                module.training = False
+                if module.training:
+                    # Not `.eval()`: a module may override it, e.g. to keep its batch norm frozen.
+                    module.training = False
             for p in parameters:
                 p.grad = None  # a `backward()` inside adds to a gradient of its own
             yield
@@ -156,7 +157,8 @@ def observing_parts(observed: Parts) -> Iterator[None]:
         _OBSERVED.reset(outside)
         restore_random_states()
         for module, mode, place in zip(modules, modes, places, strict=True):
-            module.training = mode
+            if module.training != mode:
+                module.training = mode
             module._buffers.clear()  # of what a forward pass has registered
             module._buffers.update(place)
         for p, grad in zip(parameters, grads, strict=True):

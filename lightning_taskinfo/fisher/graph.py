@@ -51,6 +51,7 @@ class Graph:
             a constant), the name if it is a parameter, and its settings that are whole numbers, such as the row that
             is selected. Graphs of one signature differ in the numbers of tensors only.
         leaves: The parameters' places by name.
+        opaque: Why nothing can be shown about the graph; empty if something can.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Graph:
         self.nodes: list[Any] = [first]
         self.signature: Signature = []
         self.leaves: dict[str, int] = {}
+        self.opaque = ""
         numbers = {first: 0}
         for number, node in enumerate(self.nodes):  # which grow
             sources: list[Source | None] = []
@@ -76,7 +78,12 @@ class Graph:
             name = names.get(id(variable))
             if name is not None:
                 self.leaves[name] = number
-            shapes = [tuple(like.shape) for like in node._input_metadata]
+            if "CheckpointFunction" in node.name():  # a backward pass goes to the parameters only
+                self.opaque = "reentrant checkpointing"
+            outputs_of = node._input_metadata
+            if any(like.is_nested_tensor for like in outputs_of):
+                self.opaque = "nested tensors"
+            shapes = [tuple(like.shape) for like in outputs_of]
             self.signature.append((type(node), shapes, sources, name, _settings(node)))
 
     def edge(
@@ -94,16 +101,6 @@ class Graph:
     def sources(self, number: int) -> list[int]:
         """Return the operations that an operation takes its inputs from."""
         return [source[0] for source in self.signature[number][2] if source is not None]
-
-    @cached_property
-    def opaque(self) -> str:
-        """Why nothing can be shown about the graph; empty if something can."""
-        for node in self.nodes:
-            if "CheckpointFunction" in node.name():  # a backward pass goes to the parameters only
-                return "reentrant checkpointing"
-            if any(like.is_nested_tensor for like in node._input_metadata):
-                return "nested tensors"
-        return ""
 
     @cached_property
     def functions(self) -> list[Any]:

@@ -14,6 +14,7 @@ scores* :math:`s`: whosever labels are meant, it is a sum over scores of
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal, Protocol
 
 import torch
@@ -386,21 +387,22 @@ def output_scores(
     """
     outputs = outputs.detach()
     scores: Iterable[Tensor]
-    weight: float | Tensor = 1.0
+    weights: list[float | Tensor] = []
     if labels == "exact":
         scores = likelihood.roots(outputs)
     elif labels == "sampled":
         draws = (likelihood.sample(outputs, generator) for _ in range(mc_samples))
         scores = (likelihood.score(outputs, drawn) for drawn in draws)
-        weight = 1 / math.sqrt(mc_samples)
+        if mc_samples > 1:
+            weights.append(1 / math.sqrt(mc_samples))
     elif targets is None:
         raise ValueError("`targets` must be given for `labels='empirical'`, got None.")
     else:
         scores = [likelihood.score(outputs, targets)]
     if targets is not None:
-        weight = weight * likelihood.counted(outputs, targets)
+        weights.append(likelihood.counted(outputs, targets))
     for score in scores:
-        yield score * weight
+        yield reduce(torch.mul, weights, score)
 
 
 def _per_sample(values: Tensor) -> Tensor:
