@@ -124,7 +124,8 @@ class Gram:
             if name in self.postponed:
                 return
             self.held += needed
-            self.kept[name] = tuple(x.new_empty(n, x.shape[1]) for x in features), 0
+            whole = tuple(x.new_empty(n, x.shape[1]) for x in features)
+            self.kept[name] = whole, 0
         whole, done = self.kept.pop(name)
         if len(whole) != len(features):  # of one of them products, as of a sample that was alone
             whole, features = _multiplied(whole), _multiplied(features)

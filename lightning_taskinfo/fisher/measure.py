@@ -176,10 +176,12 @@ def squared_norms_by_name(
     request: Request,
 ) -> ParamDict:
     """Return the squared gradient norms ``[N]`` of each trainable parameter, by one measurement; ``N`` may be 0."""
-    norms = Norms(number_of_samples(inputs))
+    n = number_of_samples(inputs)
+    norms = Norms(n)
     measure(model, inputs, targets, request, norms)
     found = norms.values
-    zeros = torch.zeros_like(next(iter(found.values()), torch.empty(norms.n, device="cpu")))
+    some = next(iter(found.values()), torch.empty(n, device="cpu"))
+    zeros = torch.zeros_like(some)
     return {name: found.get(name, zeros) for name in trainable_parameters(model)}
 
 
@@ -345,7 +347,8 @@ class Measurement:
         graph = Graph(outputs, self.parameters)
         self.known.alone = graph.signature
         if not graph.opaque:
-            sizes = [shape_of(graph.edge(number)).numel() for number in graph.uses(set())]
+            uses = map(graph.edge, graph.uses(set()))
+            sizes = [shape_of(use).numel() for use in uses]
             self.known.elements = max(sum(sizes), 3 * max(sizes, default=0))
         if not self.sharded:
             _KNOWN[self.model] = self.known
@@ -377,7 +380,8 @@ class Measurement:
             return plan and self.known.plans.keep(plan)
         rounds = 1 if self.sharded else 4
         before = self.known.plans.like(graph.signature, n)
-        plan = Prover(graph, n, rounds=rounds, alone=self.known.alone, before=before).plan()
+        prover = Prover(graph, n, rounds=rounds, alone=self.known.alone, before=before)
+        plan = prover.plan()
         for name, p in self.parameters.items():
             if p.grad is not None:  # by a backward pass inside of an operation, unseen in the graph
                 p.grad = None

@@ -91,12 +91,15 @@ class Rows:
     ) -> Tensor:
         """Return ``x`` as ``[N, repeat, ...]``, or with these behind other axes, and with zeros for no row."""
         rows = self.rows_first(x, place)
-        if self.index is None:
-            one = self.repeat == 1  # as a rule, and quicker
-            return rows.unsqueeze(place + 1) if one else rows.unflatten(place, (-1, self.repeat))
-        no_row = rows.new_zeros(*rows.shape[:place], 1, *rows.shape[place + 1 :])
-        found = torch.cat([rows, no_row], place).index_select(place, self.index.flatten())
-        return found.unflatten(place, self.index.shape)
+        if self.index is not None:
+            before, after = rows.shape[:place], rows.shape[place + 1 :]
+            no_row = rows.new_zeros(*before, 1, *after)
+            every = torch.cat([rows, no_row], place)
+            chosen = every.index_select(place, self.index.flatten())
+            return chosen.unflatten(place, self.index.shape)
+        if self.repeat == 1:  # as a rule
+            return rows.unsqueeze(place + 1)
+        return rows.unflatten(place, (-1, self.repeat))
 
     def numbers(self, rows: int) -> Tensor:
         """Return the numbers ``[N, repeat]`` of the samples' rows."""

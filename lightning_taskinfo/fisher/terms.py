@@ -120,7 +120,10 @@ class OfUses(Gradients):
     def diagonal(self) -> Tensor:
         (use, scores), *others = self.parts
         quick = None if others or use.at.way is None else use.diagonal(scores)
-        return super().diagonal() if quick is None else self._pulled(use, quick[None])[0]
+        if quick is None:
+            return super().diagonal()
+        (pulled,) = self._pulled(use, quick.unsqueeze(0))
+        return pulled
 
     def one_product(self) -> tuple[Tensor, Tensor] | None:
         (use, scores), *others = self.parts
@@ -275,7 +278,8 @@ def _uses(
             below = graph.below(at.source[0])
             own = [node for node in graph.functions if graph.nodes.index(node) in below]
         node = graph.nodes[at.number]
-        weights.append(Weight(node, at.place, graph.edge(*at.source), at.rows, at.way, own))
+        source = graph.edge(*at.source)
+        weights.append(Weight(node, at.place, source, at.rows, at.way, own))
     uses: list[Use] = []
     if any(computed_again(at.node) for at in weights):
         inside_a_pass(lambda: uses.extend(map(read, weights)))  # computes it once
