@@ -21,6 +21,7 @@ SAMPLES_COMPARED = 4
 SAMPLES_TRIED = 16  # who takes HOPELESS times as long as the quickest on these is not raced
 HOPELESS = 8.0
 SHORT = 0.1  # seconds
+SHOWN_ANEW = 5  # the number of calls of "auto" of which the first, the second and the last one show the samples
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
@@ -70,7 +71,8 @@ def race(
 ) -> dict[str, dict[str, float | int]]:
     """Time contenders and a plain forward and backward pass of the same batch, in turn, round by round.
 
-    What takes more than ``limit`` times as long as the quickest in a first trial is not repeated.
+    What takes more than ``limit`` times as long as the quickest in a first trial is not repeated. Calls of "auto" that
+    show where the samples are come before the rounds; the first one is told apart.
     """
     model, x, y = make(network, n)
     yardstick = plain(deepcopy(model), x, y)
@@ -90,9 +92,12 @@ def race(
     repeated = [
         name for name in calls if pairs[name][0][1] <= limit * quickest or name in ("auto", "floor")
     ]
+    first = {name: call / step for name, [(step, call)] in pairs.items()}
     if repeats > 1:  # the trial does not count where there are others
+        for _ in range(SHOWN_ANEW - 1 if "auto" in calls else 0):
+            calls["auto"]()
         pairs |= rounds(yardstick, {name: calls[name] for name in repeated}, repeats)
-    found = {name: summary(pairs[name]) for name in calls}
+    found = {name: summary(pairs[name]) | {"first": first[name]} for name in calls}
     for name in builders if "torch.func" in builders else ():
         found[name]["deviation"] = relative_error(results[name], results["torch.func"])
     return found

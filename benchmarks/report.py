@@ -72,7 +72,9 @@ def introduction(results: dict[str, Any]) -> str:
         f"unless it takes long): median (least–largest) of {results['settings']['repeats']} rounds. `~`: one trial, "
         f"because it took more than {results['settings']['limit']:g} times as long as the quickest; `behind`: slower "
         "at the smaller batch, or far behind on 16 samples. The floor is a forward pass and a backward pass without "
-        "any parameter's gradient. Wrapping, hooks and copies of the model "
+        "any parameter's gradient. The first, second, fifth, 17th, … call of `auto` on a network also shows where the "
+        "samples are; the first one has a row of its own, and none of them is in the rounds. "
+        "Wrapping, hooks and copies of the model "
         f"are not timed. `wrong`: off by more than {results['settings']['wrong_above']:g} of the batch-of-one loop in "
         "float64; `refuses`: raises an error."
     )
@@ -94,6 +96,9 @@ def speed(results: dict[str, Any], quantity: str, rows: list[dict[str, Any]]) ->
             for column in columns
         ]
         body.append([bold(name), *cells])
+        if name == "auto":
+            first = [by_key.get((name, *column), {}).get("first") for column in columns]
+            body.append(["**auto**, first call", *("" if x is None else f"{x:.1f}" for x in first)])
     plain = [f"{1e3 * by_key[('floor', *column)]['plain_seconds']:.1f} ms" for column in columns]
     return table(
         ["", *(f"{network} {n}" for network, n in columns)], [["plain step", *plain], *body]
