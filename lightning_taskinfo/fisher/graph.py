@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge as Edge
+from torch.utils.checkpoint import CheckpointError
 
 from lightning_taskinfo._nested import tensors
 
@@ -266,6 +267,24 @@ def computed_again(node: Any) -> bool:
     kept = [getattr(node, name) for name in _kept_names(kind)]
     # Older versions of torch do not tell.
     return any(getattr(x, "unpack_hook", x) is not None for x in kept if x is not None)
+
+
+def had_once(node: Any) -> bool:
+    """Whether what an operation has kept can be had only once in a pass, as where activations are checkpointed."""
+    kind: Any = type(node)
+    names = [name.removeprefix("_raw") for name in _kept_names(kind)]
+    if isinstance(node, BackwardCFunction):
+        names = ["saved_tensors"]
+
+    def read_twice() -> None:
+        for name in (*names, *names):
+            getattr(node, name)
+
+    try:
+        inside_a_pass(read_twice)
+    except CheckpointError:
+        return True
+    return False
 
 
 @cache

@@ -63,7 +63,7 @@ from lightning_taskinfo.fisher.accumulators import Accumulator, Diagonal, Norms
 from lightning_taskinfo.fisher.graph import Graph, Signature, pulled_back, restored, shape_of
 from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.fisher.proof import Plan, Plans, Prover, plan_of_one, some_of
-from lightning_taskinfo.fisher.terms import Gradients, backward
+from lightning_taskinfo.fisher.terms import Gradients, backward, read_once
 from lightning_taskinfo.functional.likelihood import (
     Labels,
     Likelihood,
@@ -386,6 +386,7 @@ class Measurement:
             if p.grad is not None:  # by a backward pass inside of an operation, unseen in the graph
                 p.grad = None
                 plan.unshown[name] = "a use that autograd does not see"
+        plan.unshown |= read_once(graph, plan)
         if self.sharded:  # what is computed from a weight has no graph once the weight is a shard
             for at in plan.places:
                 if at.way is None:

@@ -18,6 +18,7 @@ from lightning_taskinfo.fisher.graph import (
     Edge,
     Graph,
     computed_again,
+    had_once,
     hooked,
     inside_a_pass,
     pulled_back,
@@ -264,6 +265,24 @@ def backward(
         add_one(operation, (b,))
     for operation in [*waiting]:  # no gradient has come by
         add(operation, None)
+
+
+def read_once(
+    graph: Graph,
+    plan: Plan,
+) -> dict[str, str]:
+    """Return parameters, with an operation whose own backward pass cannot run for each sample of a batch.
+
+    It needs what it has kept, and a checkpointed region computes that once in a pass.
+    """
+    found: dict[str, str] = {}
+    if not any(computed_again(graph.nodes[at.number]) for at in plan.places):
+        return found
+    for number, uses in _uses(graph, plan).items():
+        others = [name for name, use in uses if isinstance(use, Other)]
+        if others and had_once(graph.nodes[number]):
+            found |= dict.fromkeys(others, graph.kind(number))
+    return found
 
 
 def _uses(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from lightning_taskinfo import TaskInfoWarning
 from lightning_taskinfo.fisher import fisher_diagonal, gradient_gram, per_sample_squared_norms
@@ -254,6 +255,42 @@ def test_a_function_that_makes_a_weight_may_overwrite_what_it_has_saved(chunk_si
     expected = [g.flatten(1).square().sum(1) for g in empirical(net, x, y).values()]
     norms = per_sample_squared_norms(net, x, y, labels="empirical", chunk_size=chunk_size)
     torch.testing.assert_close(norms, sum(expected))
+
+
+class Scaled(torch.autograd.Function):
+    """A product with a vector."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g: Tensor):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(0)
+
+
+class WithFunction(nn.PReLU):
+    """A function of the user's in place of the activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("labels", ["empirical", "exact"])
+@pytest.mark.parametrize("kind", [nn.PReLU, WithFunction])
+def test_checkpointed_operations_that_only_run_backward_as_a_whole(batch, kind, labels):
+    net = nn.Sequential(nn.Linear(4, 5), kind(5), nn.Linear(5, 3)).double()
+    x, y = batch[0].double(), batch[1]
+
+    def again(model: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(model, x, use_reentrant=False)
+
+    for quantity in (per_sample_squared_norms, fisher_diagonal):
+        with pytest.warns(TaskInfoWarning, match=r"gradients of 1.weight belong to"):
+            found = quantity(net, x, y, labels=labels, forward_fn=again)
+        torch.testing.assert_close(found, quantity(net, x, y, labels=labels))
 
 
 class HalfDeep(nn.Module):
