@@ -106,6 +106,8 @@ class Sums:
 
     def add_gradients(self, gradients: Tensor) -> None:
         """Give ``G Gᵀ`` to the rows and ``Gᵀ G`` to the columns, for gradients ``G`` of single samples."""
+        if not gradients.numel():  # of a parameter without entries
+            return
         G = gradients.reshape(len(gradients), len(self.rows), -1)  # [n, R, D]
         columns = G.transpose(1, 2).flatten(0, 1)  # [n D, R]
         add_gram(self.rows, columns)

@@ -546,3 +546,19 @@ def test_an_activation_that_is_used_twice_takes_our_own_factors():
     found = kronecker_factors(twice, x, y, **options)
     for name, factors in kronecker_factors(apart, x, y, **options).items():
         torch.testing.assert_close(found[name].trace(), factors.trace())
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0)], ids=str)
+def test_a_parameter_without_entries_has_empty_factors(shape):
+    class Net(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.empty = nn.Parameter(torch.ones(shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.empty.sum())
+
+    factors = kronecker_factors(Net(), torch.randn(4, 5))
+    assert factors["empty"].trace() == 0
+    assert factors["weight"].trace() > 0
