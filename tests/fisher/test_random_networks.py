@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_taskinfo import TaskInfoWarning
-from lightning_taskinfo.fisher import FisherInformation, fisher_diagonal, gradient_gram
+from lightning_taskinfo.fisher import (
+    FisherInformation,
+    fisher_diagonal,
+    gradient_gram,
+    per_sample_squared_norms,
+)
+from lightning_taskinfo.functional.likelihood import Categorical
 from tests.fisher.random_networks import CLASSES, LAYERS, MOVES, POSITIONS, WIDTH, RandomNet
 from tests.fisher.test_measure import empirical
 
@@ -30,6 +36,28 @@ batches = st.fixed_dictionaries(
 
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-10)
+
+
+def check_exact(model: RandomNet, inputs: Tensor, chunk_size: int | None) -> None:
+    """Compare diagonal and norms of several scores a sample with those of a loop."""
+    n = len(inputs)
+    squares = {name: p.new_zeros(n, *p.shape) for name, p in model.named_parameters()}
+    for i in range(n):
+        outputs = model(inputs[i : i + 1])
+        for root in Categorical().roots(outputs.detach()):
+            model.zero_grad()
+            outputs.backward(root, retain_graph=True)
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    squares[name][i] += p.grad.square()
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TaskInfoWarning)
+        diagonal = fisher_diagonal(model, inputs, labels="exact", chunk_size=chunk_size)
+        norms = per_sample_squared_norms(model, inputs, labels="exact", chunk_size=chunk_size)
+    for name, g in squares.items():
+        close(diagonal[name], g.mean(0))
+    close(norms, sum(g.reshape(n, -1).sum(1) for g in squares.values()))
 
 
 def check(network: dict, batch: dict) -> None:
@@ -60,6 +88,8 @@ def check(network: dict, batch: dict) -> None:
     for name, g in rows.items():
         close(diagonal[name], g.square().mean(0))
     close(gram, flat @ flat.T)
+    if network["seed"] % 3 == 0:  # it takes a backward pass for each label of each sample
+        check_exact(model, inputs, chunk_size)
 
 
 drawn = settings(
