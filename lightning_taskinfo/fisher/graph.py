@@ -271,6 +271,8 @@ def computed_again(node: Any) -> bool:
 
 def had_once(node: Any) -> bool:
     """Whether what an operation has kept can be had only once in a pass, as where activations are checkpointed."""
+    if not computed_again(node):
+        return False
     kind: Any = type(node)
     names = [name.removeprefix("_raw") for name in _kept_names(kind)]
     if isinstance(node, BackwardCFunction):

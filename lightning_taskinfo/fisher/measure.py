@@ -60,10 +60,17 @@ from lightning_taskinfo._ranges import check_counts
 from lightning_taskinfo._sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Accumulator, Diagonal, Norms
-from lightning_taskinfo.fisher.graph import Graph, Signature, pulled_back, restored, shape_of
+from lightning_taskinfo.fisher.graph import (
+    Graph,
+    Signature,
+    had_once,
+    pulled_back,
+    restored,
+    shape_of,
+)
 from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.fisher.proof import Plan, Plans, Prover, plan_of_one, some_of
-from lightning_taskinfo.fisher.terms import Gradients, backward, read_once
+from lightning_taskinfo.fisher.terms import Gradients, backward, other_operations
 from lightning_taskinfo.functional.likelihood import (
     Labels,
     Likelihood,
@@ -386,7 +393,8 @@ class Measurement:
             if p.grad is not None:  # by a backward pass inside of an operation, unseen in the graph
                 p.grad = None
                 plan.unshown[name] = "a use that autograd does not see"
-        plan.unshown |= read_once(graph, plan)
+        if not plan.unshown:
+            plan.others = other_operations(graph, plan)
         if self.sharded:  # what is computed from a weight has no graph once the weight is a shard
             for at in plan.places:
                 if at.way is None:
@@ -468,7 +476,13 @@ class Measurement:
         plan: Plan | None,
     ) -> bool:
         """Whether the graph of a batch does not show which gradients belong to which sample, with a warning."""
-        hidden = dict.fromkeys(self.parameters, graph.opaque) if plan is None else plan.unshown
+        if plan is None:
+            hidden = dict.fromkeys(self.parameters, graph.opaque)
+        else:
+            hidden = dict(plan.unshown)
+            for number, names in plan.others.items():
+                if had_once(graph.nodes[number]):  # not for each sample
+                    hidden |= dict.fromkeys(names, graph.kind(number))
         if not hidden:
             return False
         reason = hidden[min(hidden)]

@@ -144,6 +144,7 @@ class Plan:
         moved: Parameters whose rows have another order than one sample after the other, or in turns.
         asked: How often the plan was asked for again.
         mixed: Operations that were taken for parts of a weight, as they add samples up.
+        others: Operations whose own backward pass runs for each sample, with their parameters.
     """
 
     signature: Signature
@@ -156,6 +157,7 @@ class Plan:
     moved: set[str] = field(default_factory=set)
     asked: int = 0
     mixed: set[int] = field(default_factory=set)
+    others: dict[int, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of(

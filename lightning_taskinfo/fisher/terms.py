@@ -18,7 +18,6 @@ from lightning_taskinfo.fisher.graph import (
     Edge,
     Graph,
     computed_again,
-    had_once,
     hooked,
     inside_a_pass,
     pulled_back,
@@ -267,21 +266,16 @@ def backward(
         add(operation, None)
 
 
-def read_once(
+def other_operations(
     graph: Graph,
     plan: Plan,
-) -> dict[str, str]:
-    """Return parameters, with an operation whose own backward pass cannot run for each sample of a batch.
-
-    It needs what it has kept, and a checkpointed region computes that once in a pass.
-    """
-    found: dict[str, str] = {}
-    if not any(computed_again(graph.nodes[at.number]) for at in plan.places):
-        return found
+) -> dict[int, list[str]]:
+    """Return the operations whose own backward pass runs for each sample, with the parameters that it is run for."""
+    found = {}
     for number, uses in _uses(graph, plan).items():
-        others = [name for name, use in uses if isinstance(use, Other)]
-        if others and had_once(graph.nodes[number]):
-            found |= dict.fromkeys(others, graph.kind(number))
+        names = [name for name, use in uses if isinstance(use, Other)]
+        if names:
+            found[number] = names
     return found
 
 

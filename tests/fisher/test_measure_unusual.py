@@ -293,6 +293,28 @@ def test_checkpointed_operations_that_only_run_backward_as_a_whole(batch, kind, 
         torch.testing.assert_close(found, quantity(net, x, y, labels=labels))
 
 
+def test_checkpointing_that_is_switched_on_later(batch):
+    class Switched(Net):
+        on = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(self.a, nn.PReLU(5))
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=False) if self.on else self.body(x)
+
+    net = Switched().double()
+    x = batch[0].double()
+    expected = [fisher_diagonal(net, x, labels="exact") for _ in range(3)]
+    net.on = True
+    for _ in range(3):
+        with pytest.warns(TaskInfoWarning, match=r"gradients of body.1.weight belong to") as warned:
+            found = fisher_diagonal(net, x, labels="exact")
+        assert len(warned) == 1
+        torch.testing.assert_close(found, expected[0])
+
+
 class HalfDeep(nn.Module):
     """Many layers in half precision, whose gradients are rounded often."""
 
