@@ -108,6 +108,11 @@ class Graph:
         return ""
 
     @cached_property
+    def dtypes(self) -> set[torch.dtype]:
+        """The types of what the operations put out."""
+        return {out.dtype for node in self.nodes for out in node._input_metadata}
+
+    @cached_property
     def functions(self) -> list[Any]:
         """The functions of the user's."""
         return [node for node in self.nodes if isinstance(node, BackwardCFunction)]

@@ -1,6 +1,7 @@
 """Networks that few write, against plain autograd: chance in eval mode, hooks, nested tensors, half precision."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -326,6 +327,20 @@ def test_samples_that_are_treated_by_their_batch_are_measured_alone(how):
         x = torch.randn(12, 4, generator=generator, dtype=torch.float64)
         with pytest.warns(TaskInfoWarning, match="depend on the others of its batch"):
             compare(model, x, torch.arange(12) % 3)
+
+
+@pytest.mark.parametrize(("dtype", "alone"), [(torch.float32, False), (torch.float64, True)])
+def test_rounding_of_a_part_in_float32_is_no_influence_of_the_batch(batch, dtype, alone):
+    class Rounded(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            scale = 1 + len(x) * 2.0**-23  # as the sums of another kernel
+            return (self.a(x).to(dtype) * scale).double()
+
+    x, y = batch[0].double(), batch[1]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TaskInfoWarning)
+        per_sample_squared_norms(Rounded().double(), x, y, labels="empirical")
+    assert any("each sample is measured alone" in str(w.message) for w in caught) == alone
 
 
 class Force(Net):
