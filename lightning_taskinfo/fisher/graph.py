@@ -79,8 +79,11 @@ class Graph:
             name = names.get(id(variable))
             if name is not None:
                 self.leaves[name] = number
-            if "CheckpointFunction" in node.name():  # a backward pass goes to the parameters only
+            kind = node.name()
+            if "CheckpointFunction" in kind:  # a backward pass goes to the parameters only
                 self.opaque = "reentrant checkpointing"
+            if kind == "NativeBatchNormBackward0" and len(outputs) == 1:
+                node.register_prehook(_with_gaps)
             outputs_of = node._input_metadata
             if any(like.is_nested_tensor for like in outputs_of):
                 self.opaque = "nested tensors"
@@ -102,6 +105,11 @@ class Graph:
     def sources(self, number: int) -> list[int]:
         """Return the operations that an operation takes its inputs from."""
         return [source[0] for source in self.signature[number][2] if source is not None]
+
+    @cached_property
+    def dtypes(self) -> set[torch.dtype]:
+        """The types of what the operations put out."""
+        return {out.dtype for node in self.nodes for out in node._input_metadata}
 
     @cached_property
     def functions(self) -> list[Any]:
@@ -244,6 +252,15 @@ def _spread(
 ) -> Tensor:
     """Return a gradient in the shape of another one, repeated or added up as broadcasting tells."""
     return (gradient + torch.zeros_like(other)).sum_to_size(other.shape).to(other.dtype)
+
+
+def _with_gaps(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Return gradients with gaps between their entries.
+
+    On a CPU, torch's batch norm of one sample reads a transposed gradient as if it were laid out like the input, and
+    returns wrong ones: not where there are gaps.
+    """
+    return tuple(g if g is None else torch.stack([g, g], -1)[..., 0] for g in gradients)
 
 
 def _settings(node: Any) -> list[Any]:

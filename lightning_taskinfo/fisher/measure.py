@@ -297,7 +297,7 @@ class Measurement:
 
         # 2. Plan: where weights meet samples, and whose the rows are.
         plan = self._plan(graph, len(outputs))
-        if len(outputs) > 1 and (self._mixes(inputs, outputs, plan) or self._hides(graph, plan)):
+        if len(outputs) > 1 and (self._mixes(inputs, graph, plan) or self._hides(graph, plan)):
             return False
         receive = partial(self.accumulator.add, samples)
 
@@ -405,7 +405,7 @@ class Measurement:
     def _mixes(
         self,
         inputs: Any,
-        outputs: Tensor,
+        graph: Graph,
         plan: Plan | None,
     ) -> bool:
         """Whether the outputs of a sample depend on its batch, or on its place in it: looked at if that is unknown."""
@@ -413,7 +413,7 @@ class Measurement:
             if self.looked or (plan is not None and plan.seen):
                 return False
             self.looked = True
-            self.known.mixes = self._seen_to_mix(inputs, outputs)
+            self.known.mixes = self._seen_to_mix(inputs, graph)
             if not self.known.mixes:
                 if plan is not None:
                     plan.seen = True
@@ -432,16 +432,20 @@ class Measurement:
     def _seen_to_mix(
         self,
         inputs: Any,
-        outputs: Tensor,
+        graph: Graph,
     ) -> bool:
         """Whether samples have other outputs elsewhere: the first alone, all where the next one was, and in parts.
 
-        The parts have 1, 2, 4, … samples, the last ones first. So no place and no neighbour matters.
+        The parts have 1, 2, 4, … samples, the last ones first. So no place and no neighbour matters. Where a part of
+        a network has float32, outputs in float64 differ by its rounding.
         """
+        outputs = graph.outputs
+        rounded = {torch.float32} & graph.dtypes | {outputs.dtype}
+        differ = partial(_differ, eps=max(torch.finfo(dtype).eps for dtype in rounded))
         first = self.first
         if first is None:
             first = self._outputs_alone(_first(inputs), 1)
-        if _differ(first, outputs[:1]):
+        if differ(first, outputs[:1]):
             return True
         changes: list[Callable[[Tensor], Tensor]] = [_turned]
         stop = len(outputs)
@@ -451,7 +455,7 @@ class Measurement:
             stop = start
         for change in changes:
             expected = change(outputs)
-            if _differ(self._outputs_alone(take(inputs, change), len(expected)), expected):
+            if differ(self._outputs_alone(take(inputs, change), len(expected)), expected):
                 return True
         return False
 
@@ -575,11 +579,12 @@ def _turned(x: Tensor) -> Tensor:
 def _differ(
     found: Tensor,
     expected: Tensor,
+    eps: float,
 ) -> bool:
     """Whether outputs are others, by more than rounding; not if they are NaN."""
     largest = partial(torch.linalg.vector_norm, ord=math.inf)
     difference = largest(found.detach() - expected.detach())
-    return bool(difference > torch.finfo(found.dtype).eps ** 0.5 * largest(expected))
+    return bool(difference > eps**0.5 * largest(expected))
 
 
 def _usable(x: Tensor) -> Tensor:

@@ -281,7 +281,6 @@ class Prover:
     def __post_init__(self) -> None:
         graph, samples = self.graph, self.samples
         outputs = graph.outputs
-        kinds = {out.dtype for node in graph.nodes for out in node._input_metadata}
         # Random numbers are the same on every device. One draw is as large as the outputs, which
         # have a row for each token and a column for each word in a language model.
         generator = torch.Generator().manual_seed(samples)
@@ -294,7 +293,7 @@ class Prover:
         # Powers of two scale a gradient without rounding, so that even what is left of a sum of
         # zero is told apart. A sample's number has several digits where there are more samples than
         # powers. None of these is 1, which a gradient that knows no scale would show.
-        span = 12 if torch.float16 in kinds else 40  # which float16 has little room for
+        span = 12 if torch.float16 in graph.dtypes else 40  # which float16 has little room for
         self.base = min(max(samples, 2), span)
         order = torch.randperm(samples, **drawn)
         self.sample = order.argsort().to(outputs.device)  # of each number
@@ -307,7 +306,7 @@ class Prover:
         self.scores, self.signs, *self.factors = (
             x.to(outputs.device, outputs.dtype) for x in (scores, signs, *factors)
         )
-        self.eps = max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
+        self.eps = max(torch.finfo(kind).eps for kind in graph.dtypes if kind.is_floating_point)
 
     def plan(self) -> Plan:
         """Return what can be shown."""

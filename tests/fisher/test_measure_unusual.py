@@ -1,11 +1,12 @@
 """Networks that few write, against plain autograd: chance in eval mode, hooks, nested tensors, half precision."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, layer_norm
 from torch.utils.checkpoint import checkpoint
 
 from lightning_taskinfo import TaskInfoWarning
@@ -387,6 +388,20 @@ def test_samples_that_are_treated_by_their_batch_are_measured_alone(how):
             compare(model, x, torch.arange(12) % 3)
 
 
+@pytest.mark.parametrize(("dtype", "alone"), [(torch.float32, False), (torch.float64, True)])
+def test_rounding_of_a_part_in_float32_is_no_influence_of_the_batch(batch, dtype, alone):
+    class Rounded(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            scale = 1 + len(x) * 2.0**-23  # as the sums of another kernel
+            return (self.a(x).to(dtype) * scale).double()
+
+    x, y = batch[0].double(), batch[1]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TaskInfoWarning)
+        per_sample_squared_norms(Rounded().double(), x, y, labels="empirical")
+    assert any("each sample is measured alone" in str(w.message) for w in caught) == alone
+
+
 class Force(Net):
     """Puts out gradients of an energy."""
 
@@ -435,3 +450,47 @@ def test_functions_keep_what_they_have_in_their_context(batch, how):
     model = WithFunction().double()
     for _ in range(2):
         compare(model, *batch)
+
+
+class Stem(nn.Module):
+    """Pixels of a normed map as tokens, whose gradients come back transposed; ``ended`` by a function of the user's."""
+
+    def __init__(self, norm: nn.Module, *, ended: bool) -> None:
+        super().__init__()
+        conv = nn.Conv3d if isinstance(norm, nn.BatchNorm3d) else nn.Conv2d
+        self.a, self.norm, self.c = conv(2, 4, 3), norm, nn.Linear(4, 3)
+        self.ended = ended
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(self.a(x)).flatten(2).transpose(1, 2)
+        outputs = self.c(layer_norm(tokens, (4,))).mean(1)
+        return Kept.apply(outputs, "stretched") if self.ended else outputs
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["by uses", "by plain autograd"])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.BatchNorm2d(4),
+        lambda: nn.BatchNorm3d(4),
+        lambda: nn.InstanceNorm2d(4, affine=True),
+    ],
+    ids=["batch", "batch 3d", "instance"],
+)
+def test_a_map_of_one_sample_has_the_gradients_that_it_has_among_others(norm, ended):
+    """Which PyTorch's own backward pass gets wrong on a CPU: so the reference is of a whole batch."""
+    torch.manual_seed(0)
+    model = Stem(norm(), ended=ended).double().eval()
+    size = (6,) * (model.a.weight.dim() - 2)
+    x, y = torch.randn(3, 2, *size, dtype=torch.float64), torch.arange(3)
+    losses = cross_entropy(model(x), y, reduction="none")
+    expected = []
+    for loss in losses:
+        found = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+        expected.append(torch.stack([g.square().sum() for g in found]).sum())
+    for chunk_size in (None, 2, 1):
+        norms = per_sample_squared_norms(model, x, y, labels="empirical", chunk_size=chunk_size)
+        torch.testing.assert_close(norms, torch.stack(expected))
+    exact = per_sample_squared_norms(model, x, labels="exact")
+    alone = per_sample_squared_norms(model, x, labels="exact", chunk_size=1)
+    torch.testing.assert_close(alone, exact)
