@@ -127,7 +127,7 @@ class Gram:
             whole = tuple(x.new_empty(n, x.shape[1]) for x in features)
             self.kept[name] = whole, 0
         whole, done = self.kept.pop(name)
-        if len(whole) != len(features):  # of one of them products, as of a sample that was alone
+        if len(whole) != len(features):  # as where the last sample was a chunk of its own
             whole, features = _multiplied(whole), _multiplied(features)
         for into, x in zip(whole, features, strict=True):
             into[done:start] = 0  # no gradient has reached these

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge as Edge
-from torch.utils.checkpoint import CheckpointError
 
 from lightning_taskinfo._nested import tensors
 
@@ -36,6 +35,7 @@ SELECT = re.compile(
     r"\w*MaxPool\dD\w*)Backward\d"
 )
 WHOLE = (int, tuple)  # kinds of settings that may say where rows go
+CHECKPOINT = "torch.utils.checkpoint"  # computes again what was kept, and gives it once in a pass
 
 Source = tuple[int, int]  # number of an operation, and which of its outputs
 Uses = dict[int, dict[int, Source]]  # numbers of operations, with weights by place
@@ -119,7 +119,7 @@ class Graph:
     def sparse(self, number: int) -> bool:
         """Whether an operation multiplies by a sparse matrix, whose zeros hide infinite gradients."""
         node = self.nodes[number]
-        if computed_again(node):
+        if fetched_by(node):
             return False
         factors = [getattr(node, f"_saved_{name}", None) for name in ("self", "mat1", "mat2")]
         return any(getattr(x, "layout", torch.strided) != torch.strided for x in factors)
@@ -278,32 +278,16 @@ def _settings_names(kind: Any) -> list[str]:
     )
 
 
-def computed_again(node: Any) -> bool:
-    """Whether what an operation has kept may have to be computed again, as where activations are checkpointed."""
+def fetched_by(node: Any) -> set[str]:
+    """Return the modules whose functions fetch what an operation has kept, such as checkpointing; none as a rule."""
     kind: Any = type(node)
-    kept = [getattr(node, name) for name in _kept_names(kind)]
-    # Older versions of torch do not tell.
-    return any(getattr(x, "unpack_hook", x) is not None for x in kept if x is not None)
-
-
-def had_once(node: Any) -> bool:
-    """Whether what an operation has kept can be had only once in a pass, as where activations are checkpointed."""
-    if not computed_again(node):
-        return False
-    kind: Any = type(node)
-    names = [name.removeprefix("_raw") for name in _kept_names(kind)]
-    if isinstance(node, BackwardCFunction):
-        names = ["saved_tensors"]
-
-    def read_twice() -> None:
-        for name in (*names, *names):
-            getattr(node, name)
-
-    try:
-        inside_a_pass(read_twice)
-    except CheckpointError:
-        return True
-    return False
+    kept: list[Any] = []
+    for name in _kept_names(kind):
+        raw = getattr(node, name)
+        kept += raw if isinstance(raw, list | tuple) else [raw]
+    # Older versions of torch do not tell: then there may be a function.
+    functions = [getattr(x, "unpack_hook", x) for x in kept if x is not None]
+    return {function.__module__ for function in functions if function is not None}
 
 
 @cache

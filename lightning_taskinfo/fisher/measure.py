@@ -61,16 +61,17 @@ from lightning_taskinfo._sharded import gathered_parameters, resharding, sharded
 from lightning_taskinfo._warn import warn
 from lightning_taskinfo.fisher.accumulators import Accumulator, Diagonal, Norms
 from lightning_taskinfo.fisher.graph import (
+    CHECKPOINT,
     Graph,
     Signature,
-    had_once,
+    fetched_by,
     pulled_back,
     restored,
     shape_of,
 )
 from lightning_taskinfo.fisher.ops import BLOCK
 from lightning_taskinfo.fisher.proof import Plan, Plans, Prover, plan_of_one, some_of
-from lightning_taskinfo.fisher.terms import Gradients, backward, other_operations
+from lightning_taskinfo.fisher.terms import Gradients, backward, other_uses
 from lightning_taskinfo.functional.likelihood import (
     Labels,
     Likelihood,
@@ -230,7 +231,8 @@ class Known:
             ``forward_fn`` can mix the samples before they reach the model, where no graph shows it:
             what was found with one says nothing about another.
         outputs: Numbers that the model puts out for one sample.
-        elements: Numbers that all uses put out for one sample, or three times those of the largest one.
+        elements: Numbers that all uses put out for one sample, or three times those of the largest one: there are 96
+            MB for all, and 32 for each.
         alone: The signature of the graph of one sample.
         plans: What was shown, for graphs of several sizes.
         mixes: Whether samples were seen to depend on their batch.
@@ -364,6 +366,7 @@ class Measurement:
         """Return how many samples to take at once: as many as keep the uses' gradients in 96 MB, and each in 32.
 
         Memory for larger ones is given back to the system at once. To get it anew takes as long as to compute with it.
+        There are always 32 samples, and in float64 twice as many megabytes.
         """
         labels = self.request.labels
         scores = {"sampled": self.request.mc_samples, "exact": self.known.outputs, "empirical": 1}
@@ -394,7 +397,7 @@ class Measurement:
                 p.grad = None
                 plan.unshown[name] = "a use that autograd does not see"
         if not plan.unshown:
-            plan.others = other_operations(graph, plan)
+            plan.others = other_uses(graph, plan)
         if self.sharded:  # what is computed from a weight has no graph once the weight is a shard
             for at in plan.places:
                 if at.way is None:
@@ -484,9 +487,9 @@ class Measurement:
             hidden = dict.fromkeys(self.parameters, graph.opaque)
         else:
             hidden = dict(plan.unshown)
-            for number, names in plan.others.items():
-                if had_once(graph.nodes[number]):  # not for each sample
-                    hidden |= dict.fromkeys(names, graph.kind(number))
+            for number, name in plan.others:
+                if CHECKPOINT in fetched_by(graph.nodes[number]):  # which no second sample gets
+                    hidden[name] = graph.kind(number)
         if not hidden:
             return False
         reason = hidden[min(hidden)]

@@ -615,7 +615,7 @@ def squared_norms(x: Tensor) -> Tensor:
 
 
 def summed_squares(x: Tensor) -> Tensor:
-    """Return the sum of squares over axis 0, with no copy of them."""
+    """Return the sum of squares over axis 0, with no copy of all of them."""
     squares = torch.zeros_like(x[0])
     for part in x:
         squares.addcmul_(part, part)

@@ -95,7 +95,7 @@ class Rows:
             before, after = rows.shape[:place], rows.shape[place + 1 :]
             no_row = rows.new_zeros(*before, 1, *after)
             every = torch.cat([rows, no_row], place)
-            chosen = every.index_select(place, self.index.flatten())
+            chosen = every.index_select(place, self.index.flatten().to(rows.device))
             return chosen.unflatten(place, self.index.shape)
         if self.repeat == 1:  # as a rule
             return rows.unsqueeze(place + 1)
@@ -144,7 +144,7 @@ class Plan:
         moved: Parameters whose rows have another order than one sample after the other, or in turns.
         asked: How often the plan was asked for again.
         mixed: Operations that were taken for parts of a weight, as they add samples up.
-        others: Operations whose own backward pass runs for each sample, with their parameters.
+        others: Operations whose own backward pass runs for each sample, each with a parameter.
     """
 
     signature: Signature
@@ -157,7 +157,7 @@ class Plan:
     moved: set[str] = field(default_factory=set)
     asked: int = 0
     mixed: set[int] = field(default_factory=set)
-    others: dict[int, list[str]] = field(default_factory=dict)
+    others: list[tuple[int, str]] = field(default_factory=list)
 
     @classmethod
     def of(

@@ -17,7 +17,7 @@ from lightning_taskinfo._observe import at_least_float32
 from lightning_taskinfo.fisher.graph import (
     Edge,
     Graph,
-    computed_again,
+    fetched_by,
     hooked,
     inside_a_pass,
     pulled_back,
@@ -79,7 +79,7 @@ class Gradients:
         return squares
 
     def one_product(self) -> tuple[Tensor, Tensor] | None:
-        """Return ``left`` and ``right``, each ``[N, ...]``, where each sample's gradient is ``left rightᵀ``."""
+        """Return ``left`` and ``right``, each ``[N, ...]``, where each sample's gradient for the score is ``left rightᵀ``."""
         return None
 
 
@@ -266,16 +266,14 @@ def backward(
         add(operation, None)
 
 
-def other_operations(
+def other_uses(
     graph: Graph,
     plan: Plan,
-) -> dict[int, list[str]]:
-    """Return the operations whose own backward pass runs for each sample, with the parameters that it is run for."""
-    found = {}
+) -> list[tuple[int, str]]:
+    """Return the operations whose own backward pass runs for each sample, each with a parameter that it is run for."""
+    found = []
     for number, uses in _uses(graph, plan).items():
-        names = [name for name, use in uses if isinstance(use, Other)]
-        if names:
-            found[number] = names
+        found += [(number, name) for name, use in uses if isinstance(use, Other)]
     return found
 
 
@@ -294,7 +292,7 @@ def _uses(
         source = graph.edge(*at.source)
         weights.append(Weight(node, at.place, source, at.rows, at.way, own))
     uses: list[Use] = []
-    if any(computed_again(at.node) for at in weights):
+    if any(fetched_by(at.node) for at in weights):
         inside_a_pass(lambda: uses.extend(map(read, weights)))  # computes it once
     else:
         uses.extend(map(read, weights))
