@@ -21,7 +21,7 @@ SAMPLES_COMPARED = 4
 SAMPLES_TRIED = 16  # who takes HOPELESS times as long as the quickest on these is not raced
 HOPELESS = 8.0
 SHORT = 0.1  # seconds
-SHOWN_ANEW = 5  # the number of calls of "auto" of which the first, the second and the last one show the samples
+SHOWN_ANEW = 5  # calls of "auto" before the rounds: more of them show where the samples are than of later ones
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:

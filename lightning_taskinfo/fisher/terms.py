@@ -79,7 +79,7 @@ class Gradients:
         return squares
 
     def one_product(self) -> tuple[Tensor, Tensor] | None:
-        """Return ``left`` and ``right``, each ``[N, ...]``, where each sample's gradient for the score is ``left rightᵀ``."""
+        """Return ``left`` and ``right``, each ``[N, ...]``, where the gradients for one score are ``left rightᵀ``."""
         return None
 
 
