@@ -72,7 +72,7 @@ def introduction(results: dict[str, Any]) -> str:
         f"unless it takes long): median (least–largest) of {results['settings']['repeats']} rounds. `~`: one trial, "
         f"because it took more than {results['settings']['limit']:g} times as long as the quickest; `behind`: slower "
         "at the smaller batch, or far behind on 16 samples. The floor is a forward pass and a backward pass without "
-        "any parameter's gradient. Some calls of `auto` also show where the samples are: the first one, which has a row "
+        "any parameter's gradient. Some calls of `auto` also show where the samples are: the first one, with a row "
         "of its own, and fewer and fewer later ones. Five calls come before the rounds. "
         "Wrapping, hooks and copies of the model "
         f"are not timed. `wrong`: off by more than {results['settings']['wrong_above']:g} of the batch-of-one loop in "
