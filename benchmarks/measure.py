@@ -71,8 +71,8 @@ def race(
 ) -> dict[str, dict[str, float | int]]:
     """Time contenders and a plain forward and backward pass of the same batch, in turn, round by round.
 
-    What takes more than ``limit`` times as long as the quickest in a first trial is not repeated. Calls of "auto" that
-    show where the samples are come before the rounds; the first one is told apart.
+    What takes more than ``limit`` times as long as the quickest in a first trial is not repeated. Most calls of "auto"
+    that show where the samples are come before the rounds; the first one is told apart.
     """
     model, x, y = make(network, n)
     yardstick = plain(deepcopy(model), x, y)
